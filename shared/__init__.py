@@ -1,0 +1,1 @@
+"""What the loader daemon and the trainer agree on. Imports neither of them."""

@@ -1,0 +1,246 @@
+"""Load a run file: YAML plus `--set a.b=value` overrides, checked whole before anything starts.
+
+`load` is the only way in. Relative paths in the file are relative to the file. `digest` of the data section is what
+daemon and trainer compare.
+"""
+
+import difflib
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from shared.batch import groups
+from shared.errors import ConfigError
+from shared.sections import DataSection, RunConfig
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override, place relative paths, convert and check a run file.
+
+    Raises:
+        ConfigError: anything at all is wrong with it; the text names the key, its value, the rule and a remedy.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError("config", path, f"cannot be read ({error.strerror})", "give an existing file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError("config", path, f"is not YAML ({error})", "mend the file") from None
+    if not isinstance(tree, dict):
+        raise ConfigError("config", path, "must be a mapping of sections", "start from deploy/configs/demo.yaml")
+    for override in overrides:
+        _override(tree, override)
+    config = _convert(tree)
+    return check(_place(config, path.resolve().parent))
+
+
+def digest(data: DataSection) -> str:
+    """Sixteen hex digits that two equal data sections share, wherever the files lie."""
+    replace = msgspec.structs.replace
+    datasets = tuple(replace(d, shards=tuple(s.rsplit("/", 1)[-1] for s in d.shards)) for d in data.datasets)
+    text = replace(data.text, tokenizer=data.text.tokenizer.rsplit("/", 1)[-1])
+    return hashlib.sha256(msgspec.json.encode(replace(data, datasets=datasets, text=text))).hexdigest()[:16]
+
+
+def endpoint(config: RunConfig) -> str:
+    """The daemon's address with `{uid}` and `{job}` filled in."""
+    return config.loader.endpoint.format(uid=os.getuid(), job=config.job)
+
+
+def run_dir(config: RunConfig) -> Path:
+    """Where the trainer keeps logs and checkpoints."""
+    return Path(config.train.run_dir.format(job=config.job))
+
+
+def index_dir(config: RunConfig) -> Path | None:
+    """The index cache folder, or None to keep each index beside its shard."""
+    return Path(config.loader.index_dir) if config.loader.index_dir else None
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    dotted, sign, value = override.partition("=")
+    if not sign or not dotted:
+        raise ConfigError("--set", override, "must read key.key=value", "for example --set train.steps=50")
+    *parents, leaf = dotted.split(".")
+    for key in parents:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError("--set", override, f"goes through {key}, which is not a section", "check the dots")
+    tree[leaf] = yaml.safe_load(value)
+
+
+def _convert(tree: dict[str, Any]) -> RunConfig:
+    try:
+        return msgspec.convert(tree, RunConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+
+
+def _explained(text: str) -> ConfigError:
+    where = match[1] if (match := re.search(r"at `\$\.?(.*?)`", text)) else ""
+    if unknown := re.search(r"unknown field `(.*?)`", text):
+        known = _fields_at(where)
+        near = difflib.get_close_matches(unknown[1], known, 1)
+        remedy = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return ConfigError(".".join(filter(None, [where, unknown[1]])), "set", "is not a key of the run file", remedy)
+    rule = text.split(" - at ")[0]
+    return ConfigError(where or "config", "as given", f"is wrong: {rule[0].lower()}{rule[1:]}", "mend the value")
+
+
+def _fields_at(dotted: str) -> list[str]:
+    kind: Any = RunConfig
+    for key in filter(None, re.sub(r"\[.*?\]", "", dotted).split(".")):
+        kind = next(f.type for f in msgspec.structs.fields(kind) if f.name == key)
+        kind = getattr(kind, "__args__", (kind,))[0]
+    return [f.name for f in msgspec.structs.fields(kind)]
+
+
+def _place(config: RunConfig, base: Path) -> RunConfig:
+    replace = msgspec.structs.replace
+    datasets = tuple(replace(d, shards=tuple(_based(s, base) for s in d.shards)) for d in config.data.datasets)
+    tokenizer = config.data.text.tokenizer
+    text = replace(config.data.text, tokenizer=tokenizer if tokenizer == "bytes" else _based(tokenizer, base))
+    loader = replace(config.loader, index_dir=config.loader.index_dir and _based(config.loader.index_dir, base))
+    train = replace(config.train, run_dir=_based(config.train.run_dir, base))
+    return replace(config, data=replace(config.data, datasets=datasets, text=text), loader=loader, train=train)
+
+
+def _based(path: str, base: Path) -> str:
+    mark, rest = ("@", path[1:]) if path.startswith("@") else ("", path)
+    return path if "://" in rest else mark + str(base / Path(rest).expanduser())
+
+
+def check(config: RunConfig) -> RunConfig:
+    """Hold every rule that needs no data and no devices; return `config` itself.
+
+    Raises:
+        ConfigError: the first rule broken.
+    """
+    for rule in RULES:
+        rule(config)
+    return config
+
+
+def _require(ok: bool, name: str, value: object, rule: str, remedy: str) -> None:
+    if not ok:
+        raise ConfigError(name, value, rule, remedy)
+
+
+def _check_job(config: RunConfig) -> None:
+    fits = bool(re.fullmatch(r"[A-Za-z0-9_-]{1,40}", config.job))
+    _require(fits, "job", config.job, "must be 1 to 40 letters, digits, - or _", "rename it")
+    _require(bool(config.data.datasets), "data.datasets", "[]", "must name at least one dataset", "add one")
+    names = [d.name for d in config.data.datasets]
+    _require(len(set(names)) == len(names), "data.datasets", names, "must have different names", "rename one")
+
+
+def _check_image(config: RunConfig) -> None:
+    image = config.data.image
+    unit = image.multiple
+    rule = f"must be at least {unit * unit}, one square of side {unit} (LCM of patch x merge and align)"
+    _require(image.pixel_budget >= unit * unit, "data.image.pixel_budget", image.pixel_budget, rule, "raise it")
+    for height, width in image.buckets:
+        for side in (height, width):
+            low = max(unit, side // unit * unit)
+            rule = f"has side {side}, which must be a multiple of {unit} (LCM of patch x merge and align)"
+            ok = side > 0 and side % unit == 0
+            _require(ok, "data.image.buckets", f"{height}x{width}", rule, f"nearest are {low} and {low + unit}")
+
+
+def _check_audio(config: RunConfig) -> None:
+    audio, model = config.data.audio, config.model.audio
+    stride = 2 * model.hop
+    rule = f"must be a multiple of {stride} (two mel hops of model.audio.hop {model.hop})"
+    low = max(stride, audio.samples_per_token // stride * stride)
+    ok = audio.samples_per_token > 0 and audio.samples_per_token % stride == 0
+    remedy = f"nearest are {low} and {low + stride}"
+    _require(ok, "data.audio.samples_per_token", audio.samples_per_token, rule, remedy)
+    for seconds in audio.classes_s:
+        unit = audio.samples_per_token / audio.rate_hz
+        low_s = max(unit, seconds // unit * unit)
+        ok = seconds > 0 and round(seconds * audio.rate_hz) % audio.samples_per_token == 0
+        rule = f"must be a multiple of {unit:g} s (samples_per_token / rate_hz)"
+        _require(ok, "data.audio.classes_s", seconds, rule, f"nearest are {low_s:g} and {low_s + unit:g}")
+        rule = f"must be at most model.audio.max_s, {model.max_s:g}"
+        _require(seconds <= model.max_s, "data.audio.classes_s", seconds, rule, "raise model.audio.max_s")
+
+
+def _check_batch(config: RunConfig) -> None:
+    batch, text = config.data.batch, config.data.text
+    _require(batch.round >= 1, "data.batch.round", batch.round, "must be at least 1", "set the most data ranks")
+    ok = batch.micro_batches >= 1 and batch.micro_batches % batch.round == 0
+    rule = f"must be a multiple of data.batch.round, {batch.round}"
+    low = max(1, batch.micro_batches // batch.round) * batch.round
+    remedy = f"nearest are {low} and {low + batch.round}"
+    _require(ok, "data.batch.micro_batches", batch.micro_batches, rule, remedy)
+    low = max(64, batch.tokens // 64 * 64)
+    ok = batch.tokens >= 64 and batch.tokens % 64 == 0
+    remedy = f"nearest are {low} and {low + 64}"
+    _require(ok, "data.batch.tokens", batch.tokens, "must be a multiple of 64", remedy)
+    largest = max(groups(config.data), key=lambda g: g.image_tokens + g.clip_tokens)
+    need = largest.image_tokens + largest.clip_tokens + text.max_tokens + 2
+    rule = f"must hold the largest sample: {need} tokens (group {largest.name} and a caption of {text.max_tokens})"
+    _require(need <= batch.tokens, "data.batch.tokens", batch.tokens, rule, "raise it, or lower the budgets")
+
+
+def _check_mesh(config: RunConfig) -> None:
+    mesh, batch = config.mesh, config.data.batch
+    for name in ("pipe", "data", "tensor", "expert"):
+        degree = getattr(mesh, name)
+        _require(degree >= 1, f"mesh.{name}", degree, "must be at least 1", "set 1 for none")
+    _require(mesh.tensor == 1, "mesh.tensor", mesh.tensor, "must be 1: tensor parallelism is not built yet", "set 1")
+    _require(mesh.expert == 1, "mesh.expert", mesh.expert, "must be 1: expert parallelism is not built yet", "set 1")
+    rule = f"must divide data.batch.round, {batch.round}, so that all ranks share one shape"
+    fit = [d for d in range(1, batch.round + 1) if batch.round % d == 0]
+    _require(batch.round % mesh.data == 0, "mesh.data", mesh.data, rule, f"set one of {fit}, or raise round")
+    stage = config.train.zero_stage
+    _require(0 <= stage <= 3, "train.zero_stage", stage, "must be 0, 1, 2 or 3", "set 1")
+    rule = "cannot run with pipeline parallelism: ZeRO-2 and 3 shard gradients that a pipeline accumulates"
+    _require(mesh.pipe == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.pipe=1")
+
+
+def _check_waits(config: RunConfig) -> None:
+    loader = config.loader
+    for low, high in (("heartbeat_s", "lease_s"), ("heartbeat_s", "drain_s"), ("drain_s", "grace_s")):
+        rule = f"must be below loader.{high}, {getattr(loader, high):g}"
+        ok = 0 < getattr(loader, low) < getattr(loader, high)
+        _require(ok, f"loader.{low}", getattr(loader, low), rule, f"lower it or raise loader.{high}")
+    rule = f"must be above two heartbeats, {2 * loader.heartbeat_s:g}"
+    _require(config.train.wait_s > 2 * loader.heartbeat_s, "train.wait_s", config.train.wait_s, rule, "raise it")
+    rule = "must be at least 2: one filled while one is read"
+    _require(loader.slots_per_stream >= 2, "loader.slots_per_stream", loader.slots_per_stream, rule, "set 2 or more")
+    for name in ("workers", "threads", "max_streams"):
+        value = getattr(loader, name)
+        _require(value >= 1, f"loader.{name}", value, "must be at least 1", "set 1 or more")
+
+
+def _check_model(config: RunConfig) -> None:
+    model = config.model
+    for name in ("vision", "audio", "decoder"):
+        part = getattr(model, name)
+        even = part.dim % part.heads == 0 and (part.dim // part.heads) % 2 == 0
+        rule = f"must be heads x an even head size (heads = {part.heads})"
+        near = 2 * part.heads * max(1, part.dim // part.heads // 2)
+        _require(even, f"model.{name}.dim", part.dim, rule, f"set {near}")
+    decoder = model.decoder
+    ok = decoder.heads % decoder.kv_heads == 0
+    rule = f"must divide model.decoder.heads, {decoder.heads}"
+    _require(ok, "model.decoder.kv_heads", decoder.kv_heads, rule, f"set {decoder.heads} or a divisor")
+
+
+RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _check_job,
+    _check_image,
+    _check_audio,
+    _check_batch,
+    _check_mesh,
+    _check_waits,
+    _check_model,
+)

@@ -1,0 +1,203 @@
+"""The sections of a run file, as frozen structs. A field's default is the value used when the file is silent.
+
+`data` is the shared section: daemon and trainer must hold the same one (they compare digests).
+Units are in the names: `_s` seconds, `_hz` hertz, `_bytes` bytes; sides are pixels.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of the run file; unknown keys are refused."""
+
+
+class DatasetSection(Section, frozen=True):
+    """One WebDataset: its name and its shards (paths, globs, brace lists, or @file with one a line)."""
+
+    name: str
+    shards: tuple[str, ...]
+
+
+class ImageSection(Section, frozen=True):
+    """Aspect-ratio buckets under one pixel budget. `buckets` (height, width) overrides the derived ones."""
+
+    pixel_budget: int = 128 * 128
+    patch: int = 16
+    merge: int = 1
+    align: int = 1
+    ratios: tuple[tuple[int, int], ...] = ((1, 1), (4, 3), (16, 9), (2, 1))
+    buckets: tuple[tuple[int, int], ...] = ()
+    max_ratio: float = 200.0
+    max_pixels: int = 100_000_000
+
+    @property
+    def multiple(self) -> int:
+        """Every bucket side is a multiple of this: LCM of patch x merge and tensor-parallel alignment."""
+        return math.lcm(self.patch * self.merge, self.align)
+
+
+class AudioSection(Section, frozen=True):
+    """Duration classes. One model token covers `samples_per_token` samples (mel hop x strides)."""
+
+    rate_hz: int = 16_000
+    classes_s: tuple[float, ...] = (2.0, 4.0, 8.0)
+    samples_per_token: int = 1280
+    max_s: float = 600.0
+
+
+class TextSection(Section, frozen=True):
+    """Captions. `tokenizer` is a tokenizers JSON file, or `bytes` for UTF-8 bytes plus special tokens."""
+
+    tokenizer: str = "bytes"
+    max_tokens: int = 128
+    expected_tokens: int = 32
+    bad_utf8: Literal["replace", "reject"] = "replace"
+
+
+class BatchSection(Section, frozen=True):
+    """A global batch is `micro_batches` packs of `tokens` tokens; `round` of them share one shape.
+
+    `round` bounds data parallelism: the number of data-parallel ranks must divide it, so that at every
+    micro-step all ranks hold one shape and the global batch is the same for any such number.
+    """
+
+    tokens: int = 1024
+    micro_batches: int = 4
+    round: int = 2
+    leftovers: Literal["pad", "drop"] = "pad"
+
+
+class DataSection(Section, frozen=True):
+    """What is trained on, and in which order: the section both halves must agree on."""
+
+    datasets: tuple[DatasetSection, ...]
+    seed: int = 0
+    missing_shards: Literal["fail", "skip"] = "fail"
+    image: ImageSection = ImageSection()
+    audio: AudioSection = AudioSection()
+    text: TextSection = TextSection()
+    batch: BatchSection = BatchSection()
+
+
+class QuarantineSection(Section, frozen=True):
+    """How many bad samples a run bears before it stops loudly."""
+
+    max_consecutive: int = 64
+    max_share: float = 0.2
+    after_samples: int = 1000
+
+
+class LoaderSection(Section, frozen=True):
+    """The daemon on one node."""
+
+    endpoint: str = "ipc:///tmp/millstream-{uid}-{job}.sock"
+    workers: int = 1
+    threads: int = 2
+    device: Literal["cpu", "gpu"] = "cpu"
+    gpu_id: int = 0
+    slots_per_stream: int = 4
+    max_streams: int = 2
+    shm_dir: str = "/dev/shm"
+    index_dir: str = ""
+    metrics_port: int = 9100
+    heartbeat_s: float = 1.0
+    lease_s: float = 300.0
+    drain_s: float = 10.0
+    grace_s: float = 30.0
+    worker_s: float = 60.0
+    quarantine: QuarantineSection = QuarantineSection()
+
+
+class MeshSection(Section, frozen=True):
+    """Degrees of parallelism; their product (expert excepted) is the number of processes."""
+
+    pipe: int = 1
+    data: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+
+class VisionSection(Section, frozen=True):
+    """Vision transformer. `grid` is the side of the learned position grid, resampled to each bucket."""
+
+    dim: int = 128
+    depth: int = 3
+    heads: int = 4
+    mlp: int = 512
+    grid: int = 8
+
+
+class AudioEncoderSection(Section, frozen=True):
+    """Whisper-form audio encoder over `mels` log-mel bins; `stack` frames after the strided stem make a token."""
+
+    dim: int = 128
+    depth: int = 3
+    heads: int = 4
+    mlp: int = 512
+    mels: int = 80
+    n_fft: int = 400
+    hop: int = 160
+    max_s: float = 30.0
+
+
+class DecoderSection(Section, frozen=True):
+    """Llama-form decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm."""
+
+    vocab: int = 1024
+    dim: int = 192
+    depth: int = 4
+    heads: int = 6
+    kv_heads: int = 2
+    mlp: int = 512
+    rope_theta: float = 10_000.0
+
+
+class ModelSection(Section, frozen=True):
+    """The three-modality model."""
+
+    vision: VisionSection = VisionSection()
+    audio: AudioEncoderSection = AudioEncoderSection()
+    decoder: DecoderSection = DecoderSection()
+
+
+class OptimSection(Section, frozen=True):
+    """Optimizer and schedule: linear warm-up, then cosine to `min_lr_share` of `lr` at `steps`."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    warmup_steps: int = 10
+    min_lr_share: float = 0.1
+    clip: float = 1.0
+
+
+class TrainSection(Section, frozen=True):
+    """The training run."""
+
+    steps: int = 100
+    precision: Literal["fp32", "bf16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    zero_stage: int = 1
+    seed: int = 0
+    run_dir: str = "runs/{job}"
+    save_every: int = 0
+    keep: int = 3
+    log_every: int = 10
+    wait_s: float = 120.0
+    metrics_port: int = 0
+    optim: OptimSection = OptimSection()
+
+
+class RunConfig(Section, frozen=True):
+    """A whole run file."""
+
+    job: str
+    data: DataSection
+    loader: LoaderSection = LoaderSection()
+    mesh: MeshSection = MeshSection()
+    model: ModelSection = ModelSection()
+    train: TrainSection = TrainSection()

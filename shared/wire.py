@@ -1,0 +1,168 @@
+"""The wire protocol's messages and how they become frames. No sockets here; the specification is README.md.
+
+Every message is one msgpack frame of a tagged struct, so junk is refused by type before anything looks at it.
+"""
+
+import os
+from typing import TypeVar, Union
+
+import msgspec
+
+from shared.batch import BatchSpec, Cursor
+from shared.errors import ProtocolError
+
+T = TypeVar("T")
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages; the tag is the struct's name."""
+
+
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """Who a peer is, so that a daemon on the same host sees its death at once."""
+
+    pid: int
+    started: int
+    namespace: str
+
+
+class Hello(Message, frozen=True):
+    """Reader -> daemon: open a session. `readers` is how many readers of this stream use this daemon.
+
+    `digest` is empty for a client that holds no data section and takes what is served.
+    """
+
+    protocol: int
+    job: str
+    digest: str
+    data_rank: int
+    data_ranks: int
+    reader: int
+    readers: int
+    cursor: Cursor
+    process: Process
+
+
+class Welcome(Message, frozen=True):
+    """Daemon -> reader: where the slots lie and how every group's micro-batch is laid out."""
+
+    protocol: int
+    digest: str
+    segment: str
+    slot_bytes: int
+    slots: int
+    heartbeat_s: float
+    micro_batches: int
+    specs: tuple[BatchSpec, ...]
+
+
+class Credit(Message, frozen=True):
+    """Reader -> daemon: `count` more batches may be sent."""
+
+    count: int
+
+
+class Batch(Message, frozen=True):
+    """Daemon -> reader: a filled slot, leased until released.
+
+    `counts` are samples, images, clips, tokens and label tokens in this micro-batch; `step_labels` the label tokens
+    the plan holds for the whole global batch, the same on every rank, known before the forward starts.
+    """
+
+    cursor: Cursor
+    after: Cursor
+    batch_id: str
+    group: int
+    slot: int
+    generation: int
+    checksum: int
+    counts: tuple[int, int, int, int, int]
+    step_labels: int
+    sample_ids: tuple[int, ...]
+    substituted: int = 0
+
+
+class Release(Message, frozen=True):
+    """Reader -> daemon: every read of this batch is over."""
+
+    cursor: Cursor
+
+
+class Heartbeat(Message, frozen=True):
+    """Both ways: the sender's loop is alive."""
+
+
+class Failure(Message, frozen=True):
+    """Daemon -> reader: something is refused. `retryable` tells whether a new HELLO may succeed."""
+
+    code: str
+    text: str
+    retryable: bool
+
+
+class Drain(Message, frozen=True):
+    """Daemon -> reader: no more batches from this process; reconnect with your cursor to its successor."""
+
+    reason: str
+
+
+class Bye(Message, frozen=True):
+    """Reader -> daemon: the session is over; its leases are returned."""
+
+
+ToDaemon = Union[Hello, Credit, Release, Heartbeat, Bye]
+ToReader = Union[Welcome, Batch, Heartbeat, Failure, Drain]
+
+_encoder = msgspec.msgpack.Encoder()
+_to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
+_to_reader: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_daemon(frame: bytes) -> ToDaemon:
+    """A reader's frame as a message.
+
+    Raises:
+        ProtocolError: the frame is none.
+    """
+    return _decode(_to_daemon, frame)
+
+
+def decode_to_reader(frame: bytes) -> ToReader:
+    """A daemon's frame as a message.
+
+    Raises:
+        ProtocolError: the frame is none.
+    """
+    return _decode(_to_reader, frame)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a frame of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a frame of {len(frame)} bytes is not a message ({error})") from None
+
+
+def this_process() -> Process:
+    """The calling process."""
+    return Process(os.getpid(), start_ticks(os.getpid()), os.readlink("/proc/self/ns/pid"))
+
+
+def start_ticks(pid: int) -> int:
+    """Clock ticks after boot at which `pid` started, or -1 when there is no such live process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *rest = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return -1
+    return -1 if state in (b"Z", b"X") else int(rest[18])

@@ -1,0 +1,1 @@
+"""What tests share: small real media, shards, run files, processes."""
