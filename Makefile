@@ -1,0 +1,26 @@
+# `make demo` and `make test` set up everything they need, on a machine with Python 3.11 or newer and make.
+PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 2>/dev/null))
+BIN := .venv/bin
+
+.PHONY: demo test lint clean help
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+demo: .venv/installed   ## the main job: daemon + deepspeed trainer on real media, a few minutes on a CPU
+	$(BIN)/python -m deploy.demo.run
+
+test: .venv/installed   ## every test that this machine can run
+	$(BIN)/python -m pytest
+
+lint: .venv/installed   ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
+	touch $@
+
+clean:           ## remove the environment, the demo's data and its runs
+	rm -rf .venv demo-data runs
