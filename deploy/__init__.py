@@ -1,0 +1,1 @@
+"""What it takes to run Millstream somewhere: configurations, demo data, container files."""

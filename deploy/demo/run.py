@@ -1,0 +1,144 @@
+"""The main job, from nothing to a closing table: build data, index, serve, train with `deepspeed`, report.
+
+Every part is the real program, started as a user would start it; logs and results land in `runs/demo`.
+"""
+
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "deploy" / "configs" / "demo.yaml"
+RUN = ROOT / "runs" / "demo"
+METRICS = "http://127.0.0.1:9464"
+READY_S, TRAIN_S, STOP_S = 120, 1200, 30
+console = Console()
+
+
+def program(name: str) -> str:
+    """Path of a console script of this very environment."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def ranks() -> int:
+    """Two processes, or one for a single GPU."""
+    import torch
+
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+
+
+def say(text: str) -> None:
+    console.print(f"[bold cyan]==>[/] {text}")
+
+
+@contextmanager
+def daemon(overrides: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """The loader daemon, ready; stopped with SIGTERM at the end, whatever happens."""
+    command = [program("millstream-loader"), "serve", "--config", str(CONFIG), *overrides]
+    with (RUN / "loader.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT) as child:
+        try:
+            _await_ready(child)
+            yield child
+        finally:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+def _await_ready(child: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and child.poll() is None:
+        try:
+            with urllib.request.urlopen(METRICS + "/readyz", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.2)
+    raise SystemExit(f"the loader did not become ready within {READY_S} s; see {RUN / 'loader.log'}")
+
+
+def scrape() -> dict[str, float]:
+    """Every sample of the daemon's metrics page, as `name{label values}` -> value."""
+    with urllib.request.urlopen(METRICS + "/metrics", timeout=5) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {f"{s.name}{{{','.join(s.labels.values())}}}": s.value for f in families for s in f.samples}
+
+
+def train(count: int, overrides: list[str]) -> None:
+    """Launch the trainer with `deepspeed` and wait for it."""
+    launch = [program("deepspeed"), "--num_gpus", str(count), "--master_port", "29577", "--module", "trainer"]
+    command = [*launch, "train", "--config", str(CONFIG), "--set", f"mesh.data={count}", *overrides]
+    child = subprocess.run(command, cwd=ROOT, timeout=TRAIN_S, check=False)
+    if child.returncode:
+        raise SystemExit(f"the trainer ended with exit code {child.returncode}")
+
+
+def closing_table(loader: dict[str, float]) -> Table:
+    """What the run did, from the trainer's own log and the daemon's own metrics."""
+    steps = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
+    edge = max(1, min(5, len(steps) // 2))
+    first, last = (statistics.mean(s["loss"] for s in part) for part in (steps[:edge], steps[-edge:]))
+    bad = {k: v for k, v in loader.items() if k.startswith("loader_samples_quarantined_total")}
+    seconds = sum(s["step_s"] for s in steps)
+    table = Table(title="Millstream demo", show_header=False)
+    rows = {
+        "steps": f"{len(steps)}",
+        f"loss, mean of the first / last {edge}": f"{first:.3f} / {last:.3f}",
+        "samples/s": f"{sum(s['samples'] for s in steps) / seconds:.1f}",
+        "tokens/s": f"{sum(s['tokens'] for s in steps) / seconds:.0f}",
+        "data wait p50 / p99": f"{steps[-1]['wait_p50_ms']:.2f} / {steps[-1]['wait_p99_ms']:.2f} ms",
+        "padding share, naive / bucketed": " / ".join(
+            f"{100 * loader[f'loader_padding_ratio{{{kind}}}']:.1f} %" for kind in ("naive", "bucketed")
+        ),
+        "bad samples": f"{sum(bad.values()):.0f}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    if last >= first:
+        raise SystemExit(f"the loss did not fall: {first:.3f} -> {last:.3f}")
+    return table
+
+
+def main(
+    steps: Annotated[int, typer.Option(help="optimizer steps")] = 100,
+    data: Annotated[Path, typer.Option(help="where the demo data is built, or already is")] = ROOT / "demo-data",
+    override: Annotated[list[str] | None, typer.Option("--set", help="run-file overrides, key.key=value")] = None,
+) -> None:
+    """Build the demo data, start the loader daemon, train with deepspeed, print a closing table, stop everything."""
+    overrides = [f"--set=train.steps={steps}", f'--set=data.datasets=[{{name: demo, shards: ["{data}/demo-*.tar"]}}]']
+    overrides += [f"--set=data.text.tokenizer={data}/tokenizer.json", *(f"--set={o}" for o in override or [])]
+    shutil.rmtree(RUN, ignore_errors=True)
+    RUN.mkdir(parents=True)
+    started = time.monotonic()
+    say("building real media into WebDataset shards")
+    subprocess.run([sys.executable, "-m", "deploy.demo.build_data", str(data)], cwd=ROOT, check=True)
+    say("indexing")
+    subprocess.run([program("millstream-loader"), "index", "--config", str(CONFIG), *overrides], cwd=ROOT, check=True)
+    say("starting the loader daemon")
+    with daemon(overrides):
+        count = ranks()
+        say(f"training with deepspeed on {count} process{'es' if count > 1 else ''}")
+        train(count, overrides)
+        loader = scrape()
+    console.print(closing_table(loader))
+    say(f"done in {time.monotonic() - started:.0f} s; logs are in {RUN}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
