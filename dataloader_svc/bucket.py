@@ -1,0 +1,135 @@
+"""From a sample's facts to its group, its length in model tokens, and what padding costs. Pure arithmetic on arrays.
+
+Shapes: I samples of an index, S samples of a selection, P micro-batches.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shared.batch import Bucket, Group, buckets, clip_classes, groups
+from shared.sections import AudioSection, DataSection
+
+Array = npt.NDArray[Any]
+
+# Two log ratios closer than this are a tie; far above rounding error, far below any difference that shows.
+TIE = 1e-9
+
+
+class Facts(Protocol):
+    """What planning needs to know: five arrays over sample ids."""
+
+    @property
+    def height(self) -> Array: ...
+
+    @property
+    def width(self) -> Array: ...
+
+    @property
+    def clip_samples(self) -> Array: ...
+
+    @property
+    def text_tokens(self) -> Array: ...
+
+    @property
+    def verdict(self) -> Array: ...
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """Facts held as plain arrays of equal length: pixels (0 = no image), samples, tokens, verdicts (0 = good)."""
+
+    height: Array
+    width: Array
+    clip_samples: Array
+    text_tokens: Array
+    verdict: Array
+
+
+def nearest_bucket(height: int, width: int, choices: Sequence[Bucket]) -> int:
+    """The place in `choices` of the bucket whose log ratio is nearest to the image's; the earlier one in a tie."""
+    return int(_nearest(np.array([height]), np.array([width]), choices)[0])
+
+
+def _nearest(height: Array, width: Array, choices: Sequence[Bucket]) -> Array:
+    ratio = np.log(width / height)
+    best, miss = np.zeros(len(ratio), np.int16), np.full(len(ratio), np.inf)
+    for place, bucket in enumerate(choices):
+        distance = np.abs(ratio - bucket.log_ratio)
+        nearer = distance < miss - TIE
+        best[nearer], miss[nearer] = place, distance[nearer]
+    return best
+
+
+def assign(facts: Facts, data: DataSection) -> npt.NDArray[np.int16]:
+    """Group id of every sample, -1 where its verdict is bad.
+
+    An image goes to the nearest bucket, a clip to the shortest class that holds it. A clip longer than the largest
+    class goes to that one, and the decoder cuts it.
+    """
+    classes = np.array(clip_classes(data.audio), np.int64)
+    bucket_I = np.zeros(len(facts.verdict), np.int16)
+    seen = facts.height > 0
+    bucket_I[seen] = 1 + _nearest(facts.height[seen], facts.width[seen], buckets(data.image))
+    held = np.minimum(np.searchsorted(classes, facts.clip_samples), len(classes) - 1)
+    clip_I = np.where(facts.clip_samples > 0, 1 + held, 0)
+    return np.where(facts.verdict == 0, bucket_I * (1 + len(classes)) + clip_I, -1).astype(np.int16)
+
+
+def sample_tokens(group: Group, clip_samples: Array, text_tokens: Array, audio: AudioSection) -> Array:
+    """Model tokens of each sample of one group: bos, image, audio (cut to the class), caption, eos. int64 [S]."""
+    return 2 + group.image_tokens + clip_tokens(group, clip_samples, audio) + text_tokens.astype(np.int64)
+
+
+def clip_tokens(group: Group, clip_samples: Array, audio: AudioSection) -> Array:
+    """Audio tokens of each sample of one group. int64 [S]."""
+    return -(-np.minimum(clip_samples, group.clip_samples).astype(np.int64) // audio.samples_per_token)
+
+
+class Padding(msgspec.Struct, frozen=True):
+    """Shares of model tokens that are padding, 0 to 1."""
+
+    naive: float
+    bucketed: float
+
+
+def padding_share(
+    facts: Facts, group_of: Array, ids: Array, sizes: Array, micro_batches: int, data: DataSection
+) -> Padding:
+    """What padding costs this plan, and what it would cost without buckets.
+
+    `ids` [S] are the planned samples in shuffled order, `group_of` [S] their groups, `sizes` [P] how many samples each
+    non-empty micro-batch holds, and `micro_batches` how many there are with the empty ones.
+
+    bucketed = 1 - (tokens of all samples) / (micro_batches x batch.tokens).
+    naive = 1 - (sum of t) / (sum over batches of n x (2 + max h x max w + max a + max c)): the same samples in
+    shuffled order cut into batches of the same sizes n; each image resized to the pixel budget with its own ratio into
+    h x w patches and padded to the batch's largest h and w; a and c audio and caption tokens; t = 2 + h w + a + c.
+    """
+    if not len(sizes):
+        return Padding(0.0, 0.0)
+    table = groups(data)
+    clip_S = np.array([g.clip_samples for g in table])[group_of]
+    audio_S = -(-np.minimum(facts.clip_samples[ids], clip_S) // data.audio.samples_per_token)
+    text_S = facts.text_tokens[ids].astype(np.int64)
+    used = int((np.array([g.image_tokens for g in table])[group_of] + audio_S + text_S + 2).sum())
+    rows_S, columns_S = _patches(facts.height[ids], facts.width[ids], data)
+    real = int((rows_S * columns_S + audio_S + text_S + 2).sum())
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    rows, columns, audio, text = (np.maximum.reduceat(x, starts) for x in (rows_S, columns_S, audio_S, text_S))
+    padded = int((sizes * (rows * columns + audio + text + 2)).sum())
+    return Padding(1 - real / padded, 1 - used / (micro_batches * data.batch.tokens))
+
+
+def _patches(height: Array, width: Array, data: DataSection) -> tuple[Array, Array]:
+    """Rows and columns of patches of each image resized to the pixel budget with its own ratio; 0 without one."""
+    side = data.image.patch * data.image.merge
+    seen = height > 0
+    ratio = np.where(seen, height, 1) / np.where(seen, width, 1)
+    root = math.sqrt(data.image.pixel_budget) / side
+    rows = np.maximum(1, np.rint(root * np.sqrt(ratio))).astype(np.int64)
+    columns = np.maximum(1, np.rint(root / np.sqrt(ratio))).astype(np.int64)
+    return rows * seen, columns * seen

@@ -1,0 +1,131 @@
+"""`millstream-loader`: serve, index, top, verify. An expected error is one line on standard error and an exit code."""
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dataloader_svc import tables, top, verify
+from dataloader_svc.daemon import serve as serve_run
+from dataloader_svc.index import Index
+from dataloader_svc.indexing import build
+from dataloader_svc.plan import Planner
+from dataloader_svc.shards import expand
+from shared.config import index_dir, load
+from shared.errors import ConfigError, DataError, MillstreamError, TooManyBadSamples
+from shared.telemetry import setup_logging
+
+EXIT_CODES = """Exit codes: 0 done, 1 verify found lost or repeated samples, 2 configuration refused, 3 data or shards
+unusable, 4 too many bad samples, 5 anything unexpected."""
+
+UNEXPECTED = 5
+
+app = typer.Typer(
+    help="Serves training batches from WebDataset shards to the trainers of one node.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[Path, typer.Option("--config", "-c", help="The run file, for example deploy/configs/demo.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override one key: --set loader.workers=4. May be repeated.")
+]
+
+
+@app.command(epilog=EXIT_CODES)
+def serve(
+    config: Config,
+    overrides: Overrides = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Written with the endpoint when readers are welcome, removed at the end.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+) -> None:
+    """Run the daemon until SIGTERM or Ctrl-C. Missing indexes are built first.
+
+    Example: millstream-loader serve --config run.yaml --set loader.workers=4
+    """
+    _log_to_stderr(log_level)
+    serve_run(load(config, overrides or ()), ready_file)
+
+
+@app.command(epilog=EXIT_CODES)
+def index(config: Config, overrides: Overrides = None) -> None:
+    """Index the shards, and show what is in them, what is wrong with them, and what the buckets make of them.
+
+    Example: millstream-loader index --config run.yaml
+    """
+    _log_to_stderr("WARNING")
+    run = load(config, overrides or ())
+    shards = expand(run.data.datasets, run.data.missing_shards)
+    columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("indexing", total=len(shards))
+        folder, jobs = index_dir(run), run.loader.threads
+        report = build(shards, run.data, folder, jobs, lambda done, of: progress.update(bar, completed=done, total=of))
+    found = Index.open(shards, run.data, folder)
+    tables.show_index(Console(), found, report, Planner(run.data, found).summary(0))
+
+
+@app.command("top")
+def show_top(
+    url: Annotated[str, typer.Option(help="The daemon's metrics page.")] = top.URL,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    every_s: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between frames.")] = 1.0,
+) -> None:
+    """Watch a running daemon: stage latencies, slots, readers, rates, buckets and bad samples.
+
+    Example: millstream-loader top --url http://127.0.0.1:9464/metrics
+    """
+    top.watch(Console(), url, once, every_s)
+
+
+@app.command("verify", epilog=EXIT_CODES)
+def verify_logs(
+    config: Config,
+    consumed: Annotated[list[Path], typer.Option("--consumed", help="A trainer's consumed.jsonl. May be repeated.")],
+    overrides: Overrides = None,
+) -> None:
+    """Prove from trainers' logs that every planned sample was consumed exactly once.
+
+    Example: millstream-loader verify --config run.yaml --consumed run/consumed-0.jsonl --consumed run/consumed-1.jsonl
+    """
+    _log_to_stderr("WARNING")
+    run = load(config, overrides or ())
+    shards = expand(run.data.datasets, run.data.missing_shards)
+    planner = Planner(run.data, Index.open(shards, run.data, index_dir(run)))
+    report = verify.check(planner, run.data, verify.read_logs(consumed))
+    tables.show_verdict(Console(), report)
+    if not report.clean:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except MillstreamError as error:
+        sys.stderr.write(f"millstream-loader: {error}\n")
+        sys.exit(exit_code(error))
+    except Exception:
+        traceback.print_exc()
+        sys.exit(UNEXPECTED)
+
+
+def exit_code(error: MillstreamError) -> int:
+    """The process's exit code for an error; see EXIT_CODES."""
+    codes = ((TooManyBadSamples, 4), (ConfigError, 2), (DataError, 3))
+    return next((code for kind, code in codes if isinstance(error, kind)), UNEXPECTED)
+
+
+def _log_to_stderr(level: str) -> None:
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
+    if level.upper() not in levels:
+        raise ConfigError("--log-level", level, f"must be one of {', '.join(levels)}", "use INFO")
+    setup_logging("loader", level.upper())

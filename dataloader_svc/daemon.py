@@ -1,0 +1,236 @@
+"""The daemon's life: the order in which parts start and stop, and the loop between.
+
+Start: config, endpoint reserved, shards, index, plan, stale segments swept, slots, workers warmed, endpoint bound,
+ready. The first signal drains: readers are told, no new batch is sent, and leases may return for `loader.drain_s`. A
+second signal ends the wait. Whatever happened, sockets are closed, workers ended and the segment unlinked.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from dataloader_svc import metrics
+from dataloader_svc.index import Index
+from dataloader_svc.indexing import build
+from dataloader_svc.plan import Planner
+from dataloader_svc.pool import WorkerPool
+from dataloader_svc.quarantine import Quarantine
+from dataloader_svc.server import Listener
+from dataloader_svc.service import Service
+from dataloader_svc.shards import Shard, expand
+from dataloader_svc.tasks import Setup
+from shared import slots
+from shared.batch import batch_spec, groups
+from shared.config import endpoint, index_dir
+from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples
+from shared.sections import RunConfig
+from shared.telemetry import MetricsPage, RateLimited, logger
+from shared.wire import Failure, decode_to_daemon
+
+TICK_S = 0.2
+
+log = logger("daemon")
+
+
+class Signals:
+    """Counts SIGTERM and SIGINT, and makes `channel` readable at each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    @property
+    def channel(self) -> int:
+        return self._read.fileno()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator["Signals"]:
+        """Handle both signals while the context lasts."""
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        old = {number: signal.signal(number, self._note) for number in numbers}
+        old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        try:
+            yield self
+        finally:
+            signal.set_wakeup_fd(old_fd)
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            self._read.close()
+            self._write.close()
+
+    def clear(self) -> None:
+        """Take the wake-up bytes away."""
+        with contextlib.suppress(BlockingIOError):
+            while self._read.recv(64):
+                pass
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def serve(config: RunConfig, ready_file: Path | None = None) -> None:
+    """Serve until a signal; `ready_file` exists while readers are welcome and holds the endpoint.
+
+    Raises:
+        ConfigError, DataError: it cannot start, or must stop (TooManyBadSamples).
+    """
+    ready = _Flag()
+    with contextlib.ExitStack() as stack:
+        listener = Listener.reserve(endpoint(config))
+        stack.callback(listener.close)
+        page = MetricsPage(config.loader.metrics_port, ready.is_set, name="loader.metrics_port")
+        stack.enter_context(page)
+        shards, index, quarantine, planner = load_data(config)
+        signals = stack.enter_context(Signals().installed())
+        pool = _make_slots(config)
+        stack.callback(pool.close)
+        workers = WorkerPool(_setup(config, shards, pool.segment))
+        stack.callback(workers.close)
+        workers.start(stop=lambda: signals.count > 0)
+        if signals.count:
+            return
+        listener.bind()
+        service = Service(config, planner, quarantine, pool, workers, listener.send)
+        log.info("ready: %s, %d samples, %d steps an epoch", listener.endpoint, len(index), planner.steps(0))
+        stack.enter_context(ready.announced(ready_file, listener.endpoint))
+        Loop(config, listener, service, workers, signals).run()
+
+
+def load_data(config: RunConfig) -> tuple[tuple[Shard, ...], Index, Quarantine, Planner]:
+    """Shards, their index (built where it must be), the tally of what it left out, and the first epoch's plan.
+
+    Raises:
+        ConfigError, DataError: the data cannot be used as configured.
+    """
+    started = time.monotonic()
+    data, folder = config.data, index_dir(config)
+    shards = expand(data.datasets, data.missing_shards)
+    report = build(shards, data, folder, config.loader.threads)
+    index = Index.open(shards, data, folder)
+    metrics.SHARDS.set(len(shards))
+    metrics.INDEX_SECONDS.set(time.monotonic() - started)
+    log.info("%d shards (%d indexed anew): %d samples, %d good", len(shards), report.built, report.samples, report.good)
+    quarantine = Quarantine(config.loader.quarantine, index.name)
+    quarantine.record_index((p.reason, f"{p.shard} {p.key} {p.detail}") for p in index.problems())
+    planner = Planner(data, index)
+    summary = planner.summary(0)
+    metrics.PADDING.labels("naive").set(summary.padding_naive)
+    metrics.PADDING.labels("bucketed").set(summary.padding_bucketed)
+    shares = 100 * summary.padding_bucketed, 100 * summary.padding_naive
+    log.info("epoch 0: %d steps; padding %.1f %% (%.1f %% if padded to the largest)", summary.steps, *shares)
+    return shards, index, quarantine, planner
+
+
+def _make_slots(config: RunConfig) -> slots.SlotPool:
+    """Slots for the largest group, `slots_per_stream` for each of `max_streams`, after dead daemons' were swept."""
+    loader = config.loader
+    for path in slots.sweep(loader.shm_dir, config.job):
+        log.warning("swept %s, left behind by a daemon that is gone", path)
+    largest = max(batch_spec(group).size_bytes for group in groups(config.data))
+    return slots.SlotPool.create(loader.shm_dir, config.job, loader.max_streams * loader.slots_per_stream, largest)
+
+
+def _setup(config: RunConfig, shards: tuple[Shard, ...], segment: slots.Segment) -> Setup:
+    folder = index_dir(config)
+    where = str(folder) if folder else None
+    place = (segment.path, segment.slots, segment.slot_bytes)
+    return Setup(config.data, config.loader, shards, *place, where)
+
+
+class _Flag:
+    """Whether readers are welcome: for /readyz, the metric and the ready file alike."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    @contextlib.contextmanager
+    def announced(self, path: Path | None, text: str) -> Iterator[None]:
+        self._set = True
+        metrics.READY.set(1)
+        if path:
+            scratch = path.with_name(f"{path.name}.{os.getpid()}")
+            scratch.write_text(text + "\n")
+            scratch.replace(path)
+        try:
+            yield
+        finally:
+            self._set = False
+            metrics.READY.set(0)
+            if path:
+                path.unlink(missing_ok=True)
+
+
+class Loop:
+    """One thread, one poll: readers' messages, workers' reports, signals, and a tick every TICK_S."""
+
+    def __init__(
+        self, config: RunConfig, listener: Listener, service: Service, workers: WorkerPool, signals: Signals
+    ) -> None:
+        self._config, self._listener, self._service = config, listener, service
+        self._workers, self._signals = workers, signals
+        self._next_tick = 0.0
+        self._warn = RateLimited(log.warning)
+
+    def run(self) -> None:
+        """Serve until the first signal, then drain.
+
+        Raises:
+            TooManyBadSamples: after every reader was told.
+        """
+        try:
+            while not self._signals.count:
+                self._turn()
+        except TooManyBadSamples as error:
+            self._service.broadcast(Failure("too_many_bad", str(error), False))
+            raise
+        except MillstreamError as error:
+            self._service.broadcast(Failure("daemon_error", str(error), False))
+            raise
+        self._drain()
+
+    def _turn(self) -> None:
+        """Wait for something, then act on everything that has come."""
+        self._listener.wait([*self._workers.channels(), self._signals.channel], TICK_S)
+        self._signals.clear()
+        now = time.monotonic()
+        for identity, frames in self._listener.receive():
+            self._take(identity, frames, now)
+        for done in self._workers.collect():
+            self._service.finished(done, now)
+        self._workers.tick()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._service.tick(now)
+        self._service.advance(now)
+
+    def _take(self, identity: bytes, frames: list[bytes], now: float) -> None:
+        try:
+            if len(frames) != 1:
+                raise ProtocolError(f"{len(frames)} frames where a message has one")
+            message = decode_to_daemon(frames[0])
+        except ProtocolError as error:
+            metrics.REJECTED.labels("junk").inc()
+            self._warn("junk", f"dropped: {error}")
+            return
+        self._service.handle(identity, message, now)
+
+    def _drain(self) -> None:
+        leases, bound = self._service.leases(), self._config.loader.drain_s
+        log.info("draining: %d leases are out, waiting up to %g s", leases, bound)
+        self._service.drain("the daemon was told to stop")
+        deadline = time.monotonic() + bound
+        while self._service.leases() and time.monotonic() < deadline and self._signals.count < 2:
+            self._turn()
+        if left := self._service.leases():
+            log.warning("stopped with %d leases out; their readers keep the bytes and ask the next daemon", left)
+        log.info("stopped")

@@ -1,0 +1,156 @@
+"""Facts from the first bytes of an image or a clip, without decoding it.
+
+The format is told by content, never by name. Sizes are as shown: after EXIF orientation (the EXIF block only; XMP is
+not read), which is what the decoder delivers. Every refusal is a SampleError, so a bad file costs itself only.
+"""
+
+import io
+import struct
+from collections.abc import Callable
+
+import soundfile
+from PIL import Image, JpegImagePlugin, PngImagePlugin
+
+from shared.errors import SampleError
+from shared.sections import AudioSection, ImageSection
+
+TRAILING_BYTES = 64
+ORIENTATION = 0x0112
+TURNED = (5, 6, 7, 8)
+UNKNOWN_FRAMES = 1 << 60
+
+IMAGE_LIMITS = ImageSection()
+AUDIO_LIMITS = AudioSection()
+
+_UNSUPPORTED = {
+    b"GIF8": "GIF",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+    b"\0\0\0\x0cjP  ": "JPEG 2000",
+    b"\xff\x4f\xff\x51": "JPEG 2000",
+    b"\xff\x0a": "JPEG XL",
+    b"\0\0\0\x0cJXL ": "JPEG XL",
+}
+
+Size = tuple[int, int]
+
+
+def image_size(data: bytes, limits: ImageSection = IMAGE_LIMITS) -> Size:
+    """(height, width) in pixels, as shown, of a whole JPEG, PNG or WebP.
+
+    Raises:
+        SampleError: `junk_image`, `unsupported_format`, `truncated_image` (no end marker, or shorter than it says),
+            `image_too_large` (over limits.max_pixels) or `odd_ratio` (long side over limits.max_ratio x the short one;
+            exactly that ratio is allowed).
+    """
+    width, height, orientation = _parser(data)(data)
+    if width < 1 or height < 1:
+        raise SampleError("junk_image", f"{width}x{height} pixels")
+    if width * height > limits.max_pixels:
+        raise SampleError("image_too_large", f"{width}x{height} pixels, over {limits.max_pixels}")
+    if max(width, height) > limits.max_ratio * min(width, height):
+        raise SampleError("odd_ratio", f"{width}x{height}, over {limits.max_ratio:g}:1")
+    return (width, height) if orientation in TURNED else (height, width)
+
+
+def audio_info(data: bytes, limits: AudioSection = AUDIO_LIMITS) -> tuple[int, int, int]:
+    """(frames, rate in hertz, channels) as the header declares them; a decoder may find a few frames more or less.
+
+    Raises:
+        SampleError: `junk_audio`, `empty_audio` or `audio_too_long` (over limits.max_s seconds).
+    """
+    try:
+        info = soundfile.info(io.BytesIO(data))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SampleError("junk_audio", f"{len(data)} bytes that are no known audio ({error})") from None
+    frames, rate_hz, channels = int(info.frames), int(info.samplerate), int(info.channels)
+    if frames >= UNKNOWN_FRAMES or rate_hz < 1 or channels < 1:
+        raise SampleError("junk_audio", "the header does not tell length, rate or channels")
+    if frames < 1:
+        raise SampleError("empty_audio", "no frames")
+    if frames > limits.max_s * rate_hz:
+        raise SampleError("audio_too_long", f"{frames / rate_hz:.1f} s, over {limits.max_s:g} s")
+    return frames, rate_hz, channels
+
+
+Parser = Callable[[bytes], tuple[int, int, int]]
+
+
+def _parser(data: bytes) -> Parser:
+    if data[:3] == b"\xff\xd8\xff":
+        return _jpeg
+    if data[:8] == b"\x89PNG\r\n\x1a\n":
+        return _png
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return _webp
+    kind = next((name for magic, name in _UNSUPPORTED.items() if data.startswith(magic)), "")
+    if kind or data[4:8] == b"ftyp":
+        raise SampleError("unsupported_format", kind or f"ISO media file {data[8:12]!r}, such as AVIF or HEIC")
+    raise SampleError("junk_image", f"{len(data)} bytes that are no known image")
+
+
+def _jpeg(data: bytes) -> tuple[int, int, int]:
+    found = _by_pillow(JpegImagePlugin.JpegImageFile, data)
+    if b"\xff\xd9" not in data.rstrip(b"\0")[-2 - TRAILING_BYTES :]:
+        raise SampleError("truncated_image", f"JPEG of {len(data)} bytes without its end marker")
+    return found
+
+
+def _png(data: bytes) -> tuple[int, int, int]:
+    found = _by_pillow(PngImagePlugin.PngImageFile, data)
+    if b"IEND\xaeB`\x82" not in data.rstrip(b"\0")[-8 - TRAILING_BYTES :]:
+        raise SampleError("truncated_image", f"PNG of {len(data)} bytes without its IEND chunk")
+    return found
+
+
+def _by_pillow(kind: Callable[[io.BytesIO], Image.Image], data: bytes) -> tuple[int, int, int]:
+    """Width, height, orientation. The plugin is called directly: Image.open adds only process-wide size warnings."""
+    try:
+        with kind(io.BytesIO(data)) as image:
+            width, height = image.size
+            return width, height, _orientation(image.info.get("exif", b""))
+    except Exception as error:
+        raise SampleError("junk_image", f"header cannot be read ({error})") from None
+
+
+def _webp(data: bytes) -> tuple[int, int, int]:
+    """Width, height, orientation from the RIFF chunks (WebP container specification)."""
+    declared = int.from_bytes(data[4:8], "little") + 8
+    if declared > len(data):
+        raise SampleError("truncated_image", f"WebP of {declared} bytes, {len(data)} are there")
+    kind, body = data[12:16], data[20:30]
+    if len(body) < 10:
+        raise SampleError("junk_image", "WebP without an image chunk")
+    if kind == b"VP8X":
+        sides = [int.from_bytes(body[at : at + 3], "little") + 1 for at in (4, 7)]
+    elif kind == b"VP8L":
+        bits = int.from_bytes(body[1:5], "little")
+        sides = [(bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1]
+    elif kind == b"VP8 ":
+        sides = [side & 0x3FFF for side in struct.unpack("<HH", body[6:10])]
+    else:
+        raise SampleError("junk_image", f"WebP with chunk {kind!r} first")
+    return sides[0], sides[1], _orientation(_riff_chunk(data, b"EXIF")) if kind == b"VP8X" else 1
+
+
+def _riff_chunk(data: bytes, wanted: bytes) -> bytes:
+    at = 12
+    while at + 8 <= len(data):
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        if data[at : at + 4] == wanted:
+            return data[at + 8 : at + 8 + size]
+        at += 8 + size + size % 2
+    return b""
+
+
+def _orientation(block: bytes) -> int:
+    """EXIF orientation, or 1 (upright) where there is none or it cannot be read, as decoders take it."""
+    if not block:
+        return 1
+    exif = Image.Exif()
+    try:
+        exif.load(block)
+        return int(exif.get(ORIENTATION, 1))
+    except Exception:
+        return 1

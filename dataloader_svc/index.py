@@ -1,0 +1,222 @@
+"""The index of a whole run: sample id i is row i of all shards in order, bad samples included, so ids never move.
+
+Everything stays in the memory-mapped files (`index_file`), which `build` makes (`indexing`), until someone asks for a
+column: then the five that planning needs are held, 21 bytes a sample. A process that only looks up rows holds none.
+"""
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataloader_svc.bucket import Columns
+from dataloader_svc.index_file import Header, IndexFile, index_path, read
+from dataloader_svc.indexing import BuildReport, build, rules_digest
+from dataloader_svc.samples import REASONS
+from dataloader_svc.shards import Shard, fingerprint
+from dataloader_svc.text import Tokenizer
+from shared.errors import ShardError
+from shared.sections import DataSection
+
+__all__ = ["BuildReport", "Index", "Problem", "Row", "build"]
+
+MAX_OPEN = 256
+Span = tuple[int, int]
+Array = npt.NDArray[Any]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One sample. Spans are (offset, size) in bytes of the shard, None without that modality.
+
+    `height` and `width` are pixels as shown, `frames` and `rate_hz` the clip's as declared, `tokens` the caption's,
+    uncut. `clip_samples` and `text_tokens` are what planning counts with. `reason` is "good" or why the sample is not
+    trained on.
+    """
+
+    shard: str
+    dataset: str
+    key: str
+    image: Span | None
+    audio: Span | None
+    text: Span | None
+    height: int
+    width: int
+    frames: int
+    rate_hz: int
+    channels: int
+    characters: int
+    tokens: int
+    clip_samples: int
+    text_tokens: int
+    reason: str
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Something wrong with a shard (`key` is then empty) or one of its samples."""
+
+    shard: str
+    key: str
+    reason: str
+    detail: str
+
+
+class Index:
+    """Facts of every sample of a run. Open one with `Index.open`; safe to share between threads."""
+
+    def __init__(
+        self, shards: Sequence[Shard], paths: Sequence[Path], headers: Sequence[Header], data: DataSection
+    ) -> None:
+        self.shards, self._paths, self._headers, self._data = tuple(shards), tuple(paths), tuple(headers), data
+        self._starts = np.cumsum([0, *(header.rows for header in headers)], dtype=np.int64)
+        self._lock = threading.Lock()
+        self._files: OrderedDict[int, IndexFile] = OrderedDict()
+        self._columns: Columns | None = None
+
+    @classmethod
+    def open(cls, shards: Sequence[Shard], data: DataSection, index_dir: Path | None) -> "Index":
+        """The index of `shards` in their order.
+
+        Raises:
+            ShardError: an index is missing, damaged, older than its shard, or built under other settings.
+            ConfigError: the tokenizer cannot be loaded.
+        """
+        tokenizer, rules = Tokenizer.load(data.text.tokenizer).digest, rules_digest(data)
+        paths = [index_path(shard.path, index_dir) for shard in shards]
+        headers = [_fresh(s, p, rules, tokenizer) for s, p in zip(shards, paths, strict=True)]
+        return cls(shards, paths, headers, data)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def facts(self) -> Columns:
+        """The columns, read from the files on first use.
+
+        Raises:
+            ShardError: an index changed since it was opened.
+        """
+        with self._lock:
+            if self._columns is None:
+                self._columns = _joined([_columns(self._read(n), self._data) for n in range(len(self.shards))])
+            return self._columns
+
+    @property
+    def height(self) -> Array:
+        """Pixels as shown, 0 without an image. uint32 [I]."""
+        return self.facts.height
+
+    @property
+    def width(self) -> Array:
+        """Pixels as shown, 0 without an image. uint32 [I]."""
+        return self.facts.width
+
+    @property
+    def clip_samples(self) -> Array:
+        """Clip length at the common rate, rounded up, 0 without audio. int64 [I]."""
+        return self.facts.clip_samples
+
+    @property
+    def text_tokens(self) -> Array:
+        """Caption tokens, cut to data.text.max_tokens. uint32 [I]."""
+        return self.facts.text_tokens
+
+    @property
+    def verdict(self) -> Array:
+        """0 where the sample is good, else its reason's place in `samples.REASONS`. uint8 [I]."""
+        return self.facts.verdict
+
+    def row(self, sample_id: int) -> Row:
+        """One sample's place and facts.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        shard, number = self._find(sample_id)
+        file = self._file(shard)
+        at = file.rows[number]
+        spans = [(int(at[f"{n}_offset"]), int(at[f"{n}_size"])) for n in ("image", "audio", "text")]
+        image, audio, text = (span if span[0] else None for span in spans)
+        names = ("height", "width", "frames", "rate_hz", "channels", "characters", "tokens")
+        facts = {name: int(at[name]) for name in names}
+        facts["clip_samples"] = int(_clip_samples(at, self._data))
+        facts["text_tokens"] = min(facts["tokens"], self._data.text.max_tokens)
+        place, reason = self.shards[shard], REASONS[int(at["verdict"])]
+        return Row(place.path, place.dataset, file.key(number), image, audio, text, **facts, reason=reason)
+
+    def name(self, sample_id: int) -> str:
+        """`dataset/shard's name/key`: what people and logs call a sample."""
+        shard, number = self._find(sample_id)
+        place = self.shards[shard]
+        return f"{place.dataset}/{Path(place.path).name}/{self._file(shard).key(number)}"
+
+    def problems(self) -> list[Problem]:
+        """Everything found wrong, shard by shard."""
+        return [
+            Problem(shard.path, note.key, note.reason, note.detail)
+            for number, shard in enumerate(self.shards)
+            for note in self._file(number).problems()
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """How many problems of each reason there are."""
+        return dict(Counter(problem.reason for problem in self.problems()))
+
+    def _find(self, sample_id: int) -> tuple[int, int]:
+        if not 0 <= sample_id < len(self):
+            raise IndexError(f"sample {sample_id} of {len(self)}")
+        shard = int(np.searchsorted(self._starts, sample_id, side="right")) - 1
+        return shard, sample_id - int(self._starts[shard])
+
+    def _file(self, shard: int) -> IndexFile:
+        with self._lock:
+            if shard not in self._files:
+                self._files[shard] = self._read(shard)
+            self._files.move_to_end(shard)
+            if len(self._files) > MAX_OPEN:
+                self._files.popitem(last=False)
+            return self._files[shard]
+
+    def _read(self, shard: int) -> IndexFile:
+        file = read(self._paths[shard])
+        if file is None or file.header != self._headers[shard]:
+            raise ShardError(f"the index of {self.shards[shard].path} changed while in use; start again")
+        return file
+
+
+def _fresh(shard: Shard, path: Path, rules: str, tokenizer: str) -> Header:
+    """The header of the shard's index file, if it can be trusted.
+
+    Raises:
+        ShardError: it cannot; the text says why and what to run.
+    """
+    file, again = read(path), "run `millstream-loader index --config ...`"
+    if file is None:
+        raise ShardError(f"shard {shard.path} has no index at {path}; {again}")
+    if file.header.fingerprint != fingerprint(shard.path):
+        raise ShardError(f"the index of {shard.path} is older than its tar; {again} again")
+    if file.header.rules != rules:
+        raise ShardError(f"the index of {shard.path} was built under other data limits; {again} again")
+    if file.header.tokenizer != tokenizer:
+        raise ShardError(f"the index of {shard.path} was built for another tokenizer; {again} again")
+    return file.header
+
+
+def _columns(file: IndexFile, data: DataSection) -> Columns:
+    rows, most = file.rows, np.uint32(data.text.max_tokens)
+    clip_I, text_I = _clip_samples(rows, data), np.minimum(rows["tokens"], most)
+    return Columns(rows["height"].copy(), rows["width"].copy(), clip_I, text_I, rows["verdict"].copy())
+
+
+def _clip_samples(rows: Any, data: DataSection) -> Any:
+    """ceil(frames x common rate / own rate), of one row or of many."""
+    return -(-rows["frames"].astype(np.int64) * data.audio.rate_hz // np.maximum(rows["rate_hz"].astype(np.int64), 1))
+
+
+def _joined(parts: Sequence[Columns]) -> Columns:
+    fields = (f.name for f in msgspec.structs.fields(Columns))
+    return Columns(*(np.concatenate([getattr(part, field) for part in parts]) for field in fields))

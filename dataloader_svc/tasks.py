@@ -1,0 +1,88 @@
+"""What daemon and decode workers say to each other, over a Unix socket pair: one msgpack struct a packet.
+
+`Setup` is too large for a packet and travels in a memory file. All other messages are far below one.
+"""
+
+import msgspec
+
+from dataloader_svc.shards import Shard
+from shared.sections import DataSection, LoaderSection
+
+PACKET_BYTES = 1 << 17
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """Daemon -> worker, once: what to decode and where to put it."""
+
+    data: DataSection
+    loader: LoaderSection
+    shards: tuple[Shard, ...]
+    segment: str
+    slots: int
+    slot_bytes: int
+    index_dir: str | None
+
+
+class Task(msgspec.Struct, frozen=True):
+    """Daemon -> worker: fill `slot` with a micro-batch.
+
+    `skip` are samples known to kill a decoder. `careful`: one sample at a time, each announced by a Progress.
+    """
+
+    id: int
+    slot: int
+    group: int
+    sample_ids: tuple[int, ...]
+    spares: tuple[int, ...]
+    skip: tuple[int, ...] = ()
+    careful: bool = False
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """Why one sample cannot be used."""
+
+    sample_id: int
+    reason: str
+    detail: str
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds a worker spent on a task, by stage."""
+
+    read: float
+    decode: float
+    assemble: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Worker -> daemon: warmed up."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Worker -> daemon: it cannot start. `setting` is (name, value, rule, remedy), or empty when `text` tells all."""
+
+    text: str
+    setting: tuple[str, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Worker -> daemon: this sample's decode begins (careful tasks only)."""
+
+    task: int
+    sample_id: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Worker -> daemon: the slot is filled. `counts` are samples, images, clips, tokens, label tokens."""
+
+    task: int
+    checksum: int
+    counts: tuple[int, int, int, int, int]
+    sample_ids: tuple[int, ...]
+    substituted: int
+    verdicts: tuple[Verdict, ...]
+    timings: Timings
+    read_bytes: int
+
+
+Report = Ready | Refused | Progress | Done

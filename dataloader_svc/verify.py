@@ -1,0 +1,161 @@
+"""Proof of exactly-once: what trainers logged as consumed, against the plan computed anew.
+
+A log has one JSON object a line, for each micro-batch that a step was made of: epoch, step, micro, data_rank,
+data_ranks, batch_id, sample_ids, substituted. Several readers of one data rank log the same micro-batch; one of them is
+enough, and further equal lines of *other files* are theirs. A micro-batch twice in one file is a repetition.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dataloader_svc.plan import Pack, Planner
+from shared.batch import Cursor
+from shared.errors import DataError, MillstreamError
+from shared.sections import DataSection
+
+Place = tuple[int, int, int]
+
+
+class Consumed(msgspec.Struct, frozen=True):
+    """One line of a log."""
+
+    epoch: int
+    step: int
+    micro: int
+    data_rank: int
+    data_ranks: int
+    batch_id: str
+    sample_ids: tuple[int, ...]
+    substituted: int = 0
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What the logs show. `lost`, `repeated` and `unknown` count planned samples (`*_batches`: micro-batches).
+
+    `left_out` are planned samples that were bad, `substituted` the spares that stood in for them.
+    """
+
+    steps: int
+    batches: int
+    samples: int
+    lost_batches: int
+    repeated_batches: int
+    unknown_batches: int
+    lost: int
+    repeated: int
+    left_out: int
+    substituted: int
+
+    @property
+    def clean(self) -> bool:
+        """Nothing lost, nothing repeated, nothing that the plan does not know."""
+        wrong = (self.lost_batches, self.repeated_batches, self.unknown_batches, self.lost, self.repeated)
+        return self.batches > 0 and not any(wrong)
+
+
+def read_logs(paths: Sequence[Path]) -> list[list[Consumed]]:
+    """The lines of each log.
+
+    Raises:
+        DataError: a file cannot be read, or a line is not what it should be.
+    """
+    return [list(_lines(path)) for path in paths]
+
+
+def _lines(path: Path) -> Iterator[Consumed]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"log {path} cannot be read ({error.strerror})") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            yield msgspec.json.decode(line, type=Consumed)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"log {path}, line {number}: {error}") from None
+
+
+def check(planner: Planner, data: DataSection, logs: Sequence[Sequence[Consumed]]) -> Verdict:
+    """Hold the logs against the plan: from the first step logged to the last, every micro-batch once."""
+    repeated = sum(count - 1 for log in logs for count in Counter(map(_coordinates, log)).values())
+    lines = {_coordinates(line): line for log in logs for line in log}
+    packs: dict[Place, tuple[Pack, Consumed]] = {}
+    unknown = 0
+    for line in lines.values():
+        pack = _planned(planner, line)
+        if pack is None or not _fits(line, pack):
+            unknown += 1
+        else:
+            repeated += (place := _global(line, data)) in packs
+            packs[place] = (pack, line)
+    return _verdict(planner, data, packs, repeated, unknown)
+
+
+def _verdict(
+    planner: Planner, data: DataSection, packs: dict[Place, tuple[Pack, Consumed]], repeated: int, unknown: int
+) -> Verdict:
+    steps = list(_steps(planner, packs))
+    places = [(epoch, step, place) for epoch, step in steps for place in range(data.batch.micro_batches)]
+    missing = [place for place in places if place not in packs]
+    lost = sum(len(_at(planner, place).sample_ids) for place in missing)
+    again = sum(count - 1 for epoch in {e for e, _ in steps} for count in _delivered(packs, epoch).values())
+    left_out = sum(len(set(pack.sample_ids) - set(line.sample_ids)) for pack, line in packs.values())
+    samples = sum(len(line.sample_ids) for _, line in packs.values())
+    substituted = sum(line.substituted for _, line in packs.values())
+    counts = (len(missing), repeated, unknown, lost, again, left_out, substituted)
+    return Verdict(len(steps), len(packs), samples, *counts)
+
+
+def _coordinates(line: Consumed) -> tuple[int, ...]:
+    return line.epoch, line.step, line.micro, line.data_rank, line.data_ranks
+
+
+def _planned(planner: Planner, line: Consumed) -> Pack | None:
+    try:
+        return planner.pack(Cursor(line.epoch, line.step, line.micro), line.data_rank, line.data_ranks)
+    except MillstreamError:
+        return None
+
+
+def _fits(line: Consumed, pack: Pack) -> bool:
+    """Whether a log line can be of this pack: planned samples, and as many of its spares as it says."""
+    strangers = set(line.sample_ids) - set(pack.sample_ids)
+    once = len(set(line.sample_ids)) == len(line.sample_ids)
+    return (
+        pack.batch_id == line.batch_id and once and strangers <= set(pack.spares) and len(strangers) == line.substituted
+    )
+
+
+def _global(line: Consumed, data: DataSection) -> Place:
+    """Where the micro-batch stands in its step, whatever the number of ranks (plan.py's formula)."""
+    block, k = divmod(line.micro, data.batch.round // line.data_ranks)
+    return line.epoch, line.step, block * data.batch.round + k * line.data_ranks + line.data_rank
+
+
+def _at(planner: Planner, place: Place) -> Pack:
+    epoch, step, micro = place
+    return planner.pack(Cursor(epoch, step, micro), 0, 1)
+
+
+def _steps(planner: Planner, places: Iterable[Place]) -> Iterator[tuple[int, int]]:
+    """Every (epoch, step) from the first one logged to the last."""
+    logged = {(epoch, step) for epoch, step, _ in places}
+    if not logged:
+        return
+    at, last = min(logged), max(logged)
+    while at <= last:
+        yield at
+        epoch, step = at
+        at = (epoch, step + 1) if step + 1 < planner.steps(epoch) else (epoch + 1, 0)
+
+
+def _delivered(packs: dict[Place, tuple[Pack, Consumed]], epoch: int) -> Counter[int]:
+    """How often each planned sample was consumed in its own place within `epoch`; stand-ins are no repetition."""
+    own = (
+        (set(pack.sample_ids) & set(line.sample_ids))
+        for (number, _, _), (pack, line) in packs.items()
+        if number == epoch
+    )
+    return Counter(sample_id for ids in own for sample_id in ids)

@@ -1,0 +1,105 @@
+"""A decode worker process: `python -m dataloader_svc.worker SOCKET_FD SETUP_FD`. Started by pool.py, never by hand.
+
+It reads its Setup from the memory file, warms up, says Ready, and then answers each Task with a Done after filling its
+slot. It may die at any time without harm to the daemon. It ends when the socket does, and the kernel kills it when the
+daemon dies, so none outlives a `kill -9` of its parent.
+"""
+
+import ctypes
+import io
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+
+import cv2
+import msgspec
+import numpy as np
+import soundfile
+
+from dataloader_svc.decode import Decoder, check_device
+from dataloader_svc.fill import Filler
+from dataloader_svc.index import Index
+from dataloader_svc.shards import Reader
+from dataloader_svc.tasks import PACKET_BYTES, Progress, Ready, Refused, Report, Setup, Task
+from shared.batch import Bucket
+from shared.errors import ConfigError, DataError, MillstreamError, SampleError
+from shared.slots import Segment
+from shared.telemetry import setup_logging
+
+PR_SET_PDEATHSIG = 1
+WARM_SIDE = 64
+
+_task: "msgspec.msgpack.Decoder[Task]" = msgspec.msgpack.Decoder(Task)
+
+
+def main() -> None:
+    """Serve tasks until the daemon hangs up."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    _die_with_parent()
+    with os.fdopen(int(sys.argv[2]), "rb") as file:
+        file.seek(0)
+        setup = msgspec.msgpack.decode(file.read(), type=Setup)
+    setup_logging("loader-worker")
+    try:
+        _serve(setup, channel)
+    except ConnectionError:
+        return  # the daemon hung up while a task was under way
+    except ConfigError as error:
+        _send(channel, Refused(str(error), tuple(map(str, (error.name, error.value, error.rule, error.remedy)))))
+    except MillstreamError as error:
+        _send(channel, Refused(str(error)))
+
+
+def _die_with_parent() -> None:
+    """Signals of the terminal or the supervisor are the daemon's to act on; its death is ours too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _serve(setup: Setup, channel: socket.socket) -> None:
+    check_device(setup.loader)
+    index = Index.open(setup.shards, setup.data, Path(setup.index_dir) if setup.index_dir else None)
+    segment = Segment.attach(setup.segment, setup.slots, setup.slot_bytes)
+    decoder = Decoder(setup.data, setup.loader)
+    filler = Filler(setup.data, index, Reader(), decoder, setup.loader.threads)
+    warm_up(decoder)
+    _send(channel, Ready())
+    while packet := channel.recv(PACKET_BYTES):
+        task = _task.decode(packet)
+        announce = partial(_announce, channel, task.id)
+        _send(channel, filler.fill(task, segment.payload(task.slot), announce))
+
+
+def _announce(channel: socket.socket, task_id: int, sample_id: int) -> None:
+    _send(channel, Progress(task_id, sample_id))
+
+
+def warm_up(decoder: Decoder) -> None:
+    """Decode a picture and a clip of our own, so that libraries and devices are known to work before any sample.
+
+    Raises:
+        DataError: they do not.
+    """
+    side = WARM_SIDE
+    _, picture = cv2.imencode(".jpg", np.full((side, side, 3), 128, np.uint8))
+    clip = io.BytesIO()
+    soundfile.write(clip, np.zeros(800), 8_000, format="WAV", subtype="PCM_16")
+    outcomes = [
+        *decoder.decode_images([picture.tobytes()], Bucket(side, side)),
+        decoder.decode_audio(clip.getvalue(), 1),
+    ]
+    for outcome in outcomes:
+        if isinstance(outcome, SampleError):
+            raise DataError(f"the decoder fails on its own test ({outcome}); check the installation")
+
+
+def _send(channel: socket.socket, report: Report) -> None:
+    channel.sendall(msgspec.msgpack.encode(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Pictures that kill decode workers: a `sitecustomize` for worker processes that aborts at a mark in the bytes."""
+
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from tests.support.media import photo
+
+MARK = b"kills-decoders"
+
+HOOK = f"""
+import os, sys
+if "dataloader_svc.worker" in sys.orig_argv:
+    from dataloader_svc import headers
+    size = headers.image_size
+    def image_size(data, *limits):
+        if {MARK!r} in data:
+            os.abort()
+        return size(data, *limits)
+    headers.image_size = image_size
+"""
+
+
+def deadly_photo(width: int, height: int, seed: int) -> bytes:
+    """A good JPEG whose comment carries the mark."""
+    out = io.BytesIO()
+    Image.open(io.BytesIO(photo(width, height, seed, "PNG"))).save(out, "JPEG", quality=90, comment=MARK)
+    return out.getvalue()
+
+
+def install(folder: Path) -> str:
+    """Write the hook; the value of PYTHONPATH that makes worker processes obey it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(HOOK)
+    return str(folder)

@@ -1,0 +1,9 @@
+"""A TCP port nobody uses at the moment."""
+
+import socket
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

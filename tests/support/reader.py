@@ -1,0 +1,140 @@
+"""A bare reader of the daemon: a DEALER that speaks shared.wire, takes slots apart, and knows nothing of the client."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+import zmq
+
+from shared.batch import Cursor
+from shared.config import digest, endpoint
+from shared.sections import RunConfig
+from shared.slots import Segment
+from shared.wire import (
+    PROTOCOL,
+    Batch,
+    Bye,
+    Credit,
+    Heartbeat,
+    Hello,
+    Message,
+    Release,
+    ToReader,
+    Welcome,
+    decode_to_reader,
+    encode,
+    this_process,
+)
+
+T = TypeVar("T", bound=Message)
+
+WAIT_S = 60.0
+START = Cursor()
+
+
+class RawReader:
+    """One reader. Every wait is bounded by WAIT_S. Use as a context manager."""
+
+    def __init__(self, config: RunConfig, data_rank: int = 0, data_ranks: int = 1) -> None:
+        self.config, self.data_rank, self.data_ranks = config, data_rank, data_ranks
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint(config))
+        self.welcome: Welcome | None = None
+        self.segment: Segment | None = None
+
+    def __enter__(self) -> "RawReader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.segment:
+            self.segment.close()
+        self.socket.close(0)
+        self._context.term()
+
+    def send(self, message: Message) -> None:
+        self.socket.send(encode(message))
+
+    def hello(self, cursor: Cursor = START, reader: int = 0, readers: int = 1, **changes: Any) -> Hello:
+        hello = Hello(
+            protocol=PROTOCOL,
+            job=self.config.job,
+            digest=digest(self.config.data),
+            data_rank=self.data_rank,
+            data_ranks=self.data_ranks,
+            reader=reader,
+            readers=readers,
+            cursor=cursor,
+            process=this_process(),
+        )
+        return msgspec.structs.replace(hello, **changes)
+
+    def join(self, cursor: Cursor = START, reader: int = 0, readers: int = 1, credits: int = 2) -> Welcome:
+        """Say HELLO, map the slots, give credits."""
+        self.send(self.hello(cursor, reader, readers))
+        self.welcome = self.expect(Welcome)
+        self.segment = Segment.attach(self.welcome.segment, self.welcome.slots, self.welcome.slot_bytes)
+        self.send(Credit(credits))
+        return self.welcome
+
+    def next(self, wait_s: float = WAIT_S) -> ToReader | None:
+        """The next message but heartbeats, or None after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while (left := deadline - time.monotonic()) > 0:
+            if not self.socket.poll(max(1, round(left * 1000))):
+                return None
+            message = decode_to_reader(self.socket.recv())
+            if not isinstance(message, Heartbeat):
+                return message
+            self.send(Heartbeat())
+        return None
+
+    def expect(self, kind: type[T], wait_s: float = WAIT_S) -> T:
+        message = self.next(wait_s)
+        assert isinstance(message, kind), message
+        return message
+
+    def batch(self) -> Batch:
+        return self.expect(Batch)
+
+    def arrays(self, batch: Batch) -> dict[str, Any]:
+        """Copies of the batch's arrays; its checksum and generation are held."""
+        assert self.welcome and self.segment
+        spec, payload = self.welcome.specs[batch.group], self.segment.payload(batch.slot)
+        assert self.segment.generation(batch.slot) == batch.generation
+        assert xxhash.xxh3_64_intdigest(payload[: spec.size_bytes].tobytes()) & ((1 << 63) - 1) == batch.checksum
+        return {
+            f.name: np.array(payload[f.offset : f.offset + f.size_bytes].view(f.dtype).reshape(f.shape))
+            for f in spec.fields
+        }
+
+    def release(self, batch: Batch, credits: int = 1) -> None:
+        self.send(Release(batch.cursor))
+        if credits:
+            self.send(Credit(credits))
+
+    def read(self, count: int) -> list[Batch]:
+        """`count` batches, each checked and released."""
+        batches = []
+        for _ in range(count):
+            batch = self.batch()
+            self.arrays(batch)
+            self.release(batch)
+            batches.append(batch)
+        return batches
+
+    def bye(self) -> None:
+        self.send(Bye())
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Sockets, locks and segments in `folder`."""
+    return sorted(p.name for p in folder.iterdir() if p.is_socket() or ".lock" in p.name or "millstream-" in p.name)

@@ -1,0 +1,52 @@
+"""A program for `run_ranks`: train steps on made-up global batches, case after case, and report every number.
+
+Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or `LOPSIDED`), `steps`. Data-parallel rank
+d of n takes micro-batches d, d + n, ... Report: case -> losses and grad norms; weights go to `<case>-<rank>.npz`.
+"""
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.config import load
+from shared.sections import RunConfig
+from tests.support import packs
+from trainer.launch import Ranks, join
+
+
+def main() -> None:
+    """Run every case of the task in this rank."""
+    warnings.filterwarnings("error", module=r"(trainer|shared)\b")
+    task: dict[str, Any] = json.loads(os.environ["MILLSTREAM_TASK"])
+    out = Path(os.environ["MILLSTREAM_OUT"])
+    first, *_ = configs = {name: load(task["config"], overrides) for name, overrides in task["cases"].items()}
+    ranks = join(configs[first])
+    report = {name: run_case(config, ranks, out / name, task) for name, config in configs.items()}
+    (out / f"rank-{ranks.rank}.json").write_text(json.dumps(report))
+    ranks.leave()
+
+
+def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -> dict[str, list[float]]:
+    """Losses and gradient norms of the steps; weights after the last one are written."""
+    from trainer.engine import build_engine
+    from trainer.optim import lr_at
+
+    engine = build_engine(config, ranks)
+    plans = getattr(packs, task["plans"])
+    losses, norms = [], []
+    for step in range(task["steps"]):
+        share = packs.global_batch(config, plans, seed=step)[ranks.coords.data :: ranks.mesh.data]
+        result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    weights = {name: p.detach().float().numpy() for name, p in engine.named_parameters()}
+    np.savez(f"{out}-{ranks.rank}.npz", **weights)
+    return {"losses": losses, "norms": norms}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Laws of filling a slot, and of the worker processes that do it."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from dataloader_svc.decode import Decoder
+from dataloader_svc.fill import Filler, views
+from dataloader_svc.index import Index
+from dataloader_svc.indexing import build
+from dataloader_svc.plan import Pack, Planner
+from dataloader_svc.pool import WorkerPool
+from dataloader_svc.shards import Reader, Shard, expand
+from dataloader_svc.tasks import Done, Setup, Task
+from shared.batch import Cursor, batch_spec, groups
+from shared.errors import ConfigError, DataError
+from shared.sections import RunConfig
+from shared.slots import SlotPool
+from tests.support.crash import deadly_photo, install
+from tests.support.daemons import alive, make_run, make_run_file, wait_until
+from tests.support.media import photo, tone, write_tar
+
+POISON = 0xFF
+
+
+class Shop:
+    """A run's index, plan and filler in this process."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.shards: tuple[Shard, ...] = expand(config.data.datasets, "fail")
+        build(self.shards, config.data, None)
+        self.index = Index.open(self.shards, config.data, None)
+        self.planner = Planner(config.data, self.index)
+        self.decoder = Decoder(config.data, config.loader)
+        self.filler = Filler(config.data, self.index, Reader(), self.decoder, 2)
+        self.specs = [batch_spec(group) for group in groups(config.data)]
+
+    def packs(self) -> list[Pack]:
+        steps, each = self.planner.steps(0), self.config.data.batch.micro_batches
+        return [self.planner.pack(Cursor(0, s, m), 0, 1) for s in range(steps) for m in range(each)]
+
+    def fill(self, task: Task, poison: int = POISON, announce: Callable[[int], None] = print) -> tuple[Any, Done]:
+        payload = np.full(self.specs[task.group].size_bytes, poison, np.uint8)
+        return payload, self.filler.fill(task, payload, announce)
+
+    def close(self) -> None:
+        self.filler.close()
+        self.decoder.close()
+
+
+def task_of(pack: Pack, **changes: Any) -> Task:
+    return msgspec.structs.replace(Task(1, 0, pack.group, pack.sample_ids, pack.spares), **changes)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    _, config = make_run(tmp_path_factory.mktemp("fill"))
+    shop = Shop(config)
+    yield shop
+    shop.close()
+
+
+def test_every_byte_is_written_whatever_the_slot_held_before(shop: Shop) -> None:
+    for pack in shop.packs():
+        (a, done_a), (b, done_b) = (shop.fill(task_of(pack), poison) for poison in (0x00, POISON))
+        assert np.array_equal(a, b)
+        assert done_a.checksum == done_b.checksum
+
+
+def test_the_batch_holds_the_planned_samples_and_their_counts(shop: Shop) -> None:
+    for pack in shop.packs():
+        payload, done = shop.fill(task_of(pack))
+        group = groups(shop.config.data)[pack.group]
+        fields = views(shop.specs[pack.group], payload.copy())
+        samples = len(pack.sample_ids)
+        assert done.sample_ids == pack.sample_ids
+        assert not done.verdicts
+        assert done.counts[0] == samples
+        assert done.counts[1] == (samples if group.bucket else 0)
+        assert done.counts[2] == (samples if group.clip_samples else 0) == int((fields["clip_lengths_M"] > 0).sum())
+        assert done.counts[3] == int((fields["segments_T"] > 0).sum())
+        assert done.counts[4] == int((fields["labels_T"] >= 0).sum()) == pack.label_tokens
+
+
+def test_unused_places_are_zero(shop: Shop) -> None:
+    for pack in shop.packs():
+        payload, done = shop.fill(task_of(pack))
+        fields = views(shop.specs[pack.group], payload.copy())
+        assert not fields["pixels_NHWC"][done.counts[1] :].any()
+        assert not fields["clips_MS"][done.counts[2] :].any()
+        for wave, length in zip(fields["clips_MS"], fields["clip_lengths_M"], strict=True):
+            assert not wave[length:].any()
+
+
+def test_a_careful_task_gives_the_same_bytes_and_announces_each_sample(shop: Shop) -> None:
+    announced: list[int] = []
+    pack = max(shop.packs(), key=lambda p: len(p.sample_ids))
+    plain, _ = shop.fill(task_of(pack))
+    careful, _ = shop.fill(task_of(pack, careful=True), announce=announced.append)
+    assert np.array_equal(plain, careful)
+    assert announced == list(pack.sample_ids)
+
+
+def test_a_convicted_sample_is_not_touched(shop: Shop) -> None:
+    announced: list[int] = []
+    pack = max(shop.packs(), key=lambda p: len(p.sample_ids))
+    bad = pack.sample_ids[0]
+    _, done = shop.fill(task_of(pack, careful=True, skip=(bad,)), announce=announced.append)
+    assert bad not in announced
+    assert bad not in done.sample_ids
+    assert [(v.sample_id, v.reason) for v in done.verdicts] == [(bad, "decoder_crash")]
+
+
+def damaged_run(folder: Path, bad: bytes) -> RunConfig:
+    """Twelve pictures of one bucket with the same caption; the fifth is `bad`."""
+    (folder / "data").mkdir(parents=True)
+    members = []
+    for i in range(12):
+        members += [(f"k{i:02d}.jpg", bad if i == 4 else photo(128, 128, i)), (f"k{i:02d}.txt", b"same words")]
+    write_tar(folder / "data" / "a.tar", members)
+    return make_run_file(folder)[1]
+
+
+def rotten_png() -> bytes:
+    """A PNG with a good header and a damaged body: only decoding finds out."""
+    blob = bytearray(photo(128, 128, 1, "PNG"))
+    blob[len(blob) // 2 : len(blob) // 2 + 40] = bytes(40)
+    return bytes(blob)
+
+
+def test_a_bad_sample_is_replaced_by_the_first_spare(tmp_path: Path) -> None:
+    shop = Shop(damaged_run(tmp_path, rotten_png()))
+    pack = next(p for p in shop.packs() if 4 in p.sample_ids)
+    _, done = shop.fill(task_of(pack))
+    stand_in = pack.spares[0]
+    assert done.sample_ids == tuple(stand_in if i == 4 else i for i in pack.sample_ids)
+    assert done.substituted == 1
+    assert [(v.sample_id, v.reason) for v in done.verdicts] == [(4, "image_decode")]
+    assert shop.fill(task_of(pack))[1].checksum == done.checksum
+    shop.close()
+
+
+def test_without_a_spare_the_batch_is_a_sample_shorter(tmp_path: Path) -> None:
+    shop = Shop(damaged_run(tmp_path, rotten_png()))
+    pack = next(p for p in shop.packs() if 4 in p.sample_ids)
+    payload, done = shop.fill(task_of(pack, spares=()))
+    assert done.sample_ids == tuple(i for i in pack.sample_ids if i != 4)
+    assert done.counts[0] == len(pack.sample_ids) - 1
+    assert payload.max() != POISON or not views(shop.specs[pack.group], payload)["pixels_NHWC"][-1].any()
+    shop.close()
+
+
+def test_a_spare_too_long_for_the_room_is_passed_over(tmp_path: Path) -> None:
+    shop = Shop(damaged_run(tmp_path, rotten_png()))
+    pack = next(p for p in shop.packs() if 4 in p.sample_ids)
+    long, fitting = [i for i in range(12) if i not in pack.sample_ids][:2]
+    shop.index.text_tokens[long] = 40
+    _, done = shop.fill(task_of(pack, spares=(long, fitting)))
+    assert long not in done.sample_ids
+    assert fitting in done.sample_ids
+    shop.close()
+
+
+def test_a_clip_longer_than_its_header_says_keeps_to_its_planned_tokens(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    members = [(f"k{i}.{ext}", data) for i in range(4) for ext, data in (("txt", b"a"), ("wav", tone(0.35)))]
+    write_tar(tmp_path / "data" / "a.tar", members)
+    shop = Shop(make_run_file(tmp_path)[1])
+    shop.index.clip_samples[:] = 1600
+    pack = next(p for p in shop.packs() if p.sample_ids)
+    payload, done = shop.fill(task_of(pack))
+    lengths = views(shop.specs[pack.group], payload)["clip_lengths_M"]
+    assert lengths[: done.counts[2]].tolist() == [1600] * len(pack.sample_ids)
+    shop.close()
+
+
+class House:
+    """Worker processes over a segment in `folder`."""
+
+    def __init__(self, config: RunConfig, shards: tuple[Shard, ...]) -> None:
+        largest = max(batch_spec(group).size_bytes for group in groups(config.data))
+        self.slots = SlotPool.create(config.loader.shm_dir, config.job, 4, largest)
+        segment = self.slots.segment
+        self.pool = WorkerPool(
+            Setup(config.data, config.loader, shards, segment.path, segment.slots, segment.slot_bytes, None)
+        )
+
+    def run(self, tasks: list[Task]) -> dict[int, Done]:
+        for task in tasks:
+            self.pool.submit(task)
+        return self.collect({task.id for task in tasks})
+
+    def collect(self, wanted: set[int], bound_s: float = 60.0) -> dict[int, Done]:
+        done: dict[int, Done] = {}
+        deadline = time.monotonic() + bound_s
+        while set(done) < wanted:
+            assert time.monotonic() < deadline
+            done.update({report.task: report for report in self.pool.collect()})
+            self.pool.tick()
+            time.sleep(0.01)
+        return done
+
+    def close(self) -> None:
+        self.pool.close()
+        self.slots.close()
+
+
+@pytest.fixture
+def house(shop: Shop) -> Iterator[House]:
+    house = House(shop.config, shop.shards)
+    house.pool.start(stop=lambda: False)
+    yield house
+    house.close()
+
+
+def tasks_of(shop: Shop, count: int = 4) -> list[Task]:
+    packs = [pack for pack in shop.packs() if pack.sample_ids][:count]
+    return [task_of(pack, id=i, slot=i) for i, pack in enumerate(packs)]
+
+
+def test_a_worker_process_fills_the_same_bytes_as_this_one(shop: Shop, house: House) -> None:
+    tasks = tasks_of(shop)
+    done = house.run(tasks)
+    for task in tasks:
+        payload, here = shop.fill(task)
+        assert done[task.id].checksum == here.checksum
+        assert np.array_equal(house.slots.segment.payload(task.slot)[: len(payload)], payload)
+
+
+def test_a_killed_worker_is_replaced_and_its_batches_are_the_same(shop: Shop, house: House) -> None:
+    tasks = tasks_of(shop)
+    undisturbed = {i: report.checksum for i, report in house.run(tasks).items()}
+    for task in tasks:
+        house.pool.submit(task)
+    (victim,) = house.pool.pids()
+    os.kill(victim, signal.SIGKILL)
+    again = house.collect({task.id for task in tasks})
+    assert {i: report.checksum for i, report in again.items()} == undisturbed
+    assert victim not in house.pool.pids()
+
+
+def test_a_stopped_worker_is_replaced_after_its_bound(shop: Shop) -> None:
+    loader = msgspec.structs.replace(shop.config.loader, worker_s=15.0)
+    house = House(msgspec.structs.replace(shop.config, loader=loader), shop.shards)
+    house.pool.start(stop=lambda: False)
+    house.pool._bound_s = 0.5
+    (victim,) = house.pool.pids()
+    os.kill(victim, signal.SIGSTOP)
+    house.pool.submit(tasks_of(shop, 1)[0])
+    wait_until(lambda: house.pool.tick() or not alive(victim), "the stopped worker is killed")
+    house.pool._bound_s = 15.0
+    assert house.collect({0})
+    house.close()
+
+
+def test_workers_end_when_the_daemon_hangs_up(house: House) -> None:
+    (worker,) = house.pool.pids()
+    house.pool.close()
+    assert not alive(worker)
+
+
+def test_the_sample_that_kills_workers_is_found_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Shop(damaged_run(tmp_path, deadly_photo(128, 128, 4)))
+    monkeypatch.setenv("PYTHONPATH", install(tmp_path / "hook"))
+    house = House(shop.config, shop.shards)
+    house.pool.start(stop=lambda: False)
+    packs = [pack for pack in shop.packs() if pack.sample_ids][:4]
+    tasks = [task_of(pack, id=i, slot=i) for i, pack in enumerate(packs)]
+    done = house.run(tasks)
+    verdicts = {(v.sample_id, v.reason) for report in done.values() for v in report.verdicts}
+    assert verdicts == {(4, "decoder_crash")}
+    assert all(4 not in report.sample_ids for report in done.values())
+    before = house.pool.pids()
+    house.run(tasks)
+    assert house.pool.pids() == before
+    house.close()
+    shop.close()
+
+
+def test_a_worker_that_cannot_start_says_why(shop: Shop, tmp_path: Path) -> None:
+    lost = House(shop.config, (Shard("set", str(tmp_path / "gone.tar")),))
+    with pytest.raises(DataError, match=r"gone\.tar"):
+        lost.pool.start(stop=lambda: False)
+    lost.close()
+
+
+def test_gpu_decode_without_a_gpu_is_refused_at_start(shop: Shop) -> None:
+    from dataloader_svc.decode import count_gpus
+
+    if count_gpus():
+        pytest.skip("there is a GPU")
+    loader = msgspec.structs.replace(shop.config.loader, device="gpu")
+    house = House(msgspec.structs.replace(shop.config, loader=loader), shop.shards)
+    with pytest.raises(ConfigError, match=r"loader\.device"):
+        house.pool.start(stop=lambda: False)
+    house.close()
