@@ -1,0 +1,64 @@
+"""GPU decode against CPU decode. Needs an NVIDIA GPU; run with `pytest tests/gpu`."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dataloader_svc.decode import Decoder, count_gpus
+from shared.batch import Bucket
+from shared.errors import SampleError
+from shared.sections import DataSection, DatasetSection, LoaderSection
+from tests.support.media import photo
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="no CUDA device")]
+
+DATA = DataSection((DatasetSection("set", ("x.tar",)),))
+BUCKET = Bucket(96, 128)
+
+# Grey levels. The hardware decoder's inverse DCT and chroma upsampling differ from libjpeg's by a few levels, and its
+# resize is an antialiased triangle filter where the CPU averages areas.
+MEAN_TOLERANCE, WORST_TOLERANCE = 3.0, 24
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[tuple[Decoder, Decoder]]:
+    pair = Decoder(DATA, LoaderSection(device="gpu", threads=2)), Decoder(DATA, LoaderSection(threads=2))
+    yield pair
+    for decoder in pair:
+        decoder.close()
+
+
+def pictures(count: int) -> list[bytes]:
+    sizes = [(640, 480), (300, 200), (97, 301), (1024, 768), (130, 100), (60, 50)]
+    forms = ["JPEG", "JPEG", "PNG", "JPEG", "WEBP", "JPEG"]
+    return [
+        photo(*sizes[i % 6], seed=i, form=forms[i % 6], orientation=1 + i % 8 if i % 6 == 1 else 1)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 6, 33, 6])
+def test_gpu_pixels_are_cpu_pixels_within_tolerance(decoders: tuple[Decoder, Decoder], count: int) -> None:
+    on_gpu, on_cpu = (decoder.decode_images(pictures(count), BUCKET) for decoder in decoders)
+    for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
+        assert isinstance(gpu, np.ndarray), gpu
+        assert isinstance(cpu, np.ndarray), cpu
+        difference = np.abs(gpu.astype(int) - cpu.astype(int))
+        assert difference.mean() <= MEAN_TOLERANCE
+        assert difference.max() <= WORST_TOLERANCE
+
+
+def test_the_same_batch_twice_is_bit_identical(decoders: tuple[Decoder, Decoder]) -> None:
+    first, second = (decoders[0].decode_images(pictures(24), BUCKET) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_bad_picture_costs_only_itself_on_the_gpu_too(decoders: tuple[Decoder, Decoder]) -> None:
+    blobs = pictures(6)
+    blobs[1], blobs[3] = blobs[1][: len(blobs[1]) // 2], b"junk"
+    png = bytearray(blobs[2])
+    png[len(png) // 2 : len(png) // 2 + 40] = bytes(40)
+    blobs[2] = bytes(png)
+    outcomes = decoders[0].decode_images(blobs, BUCKET)
+    assert [isinstance(o, SampleError) for o in outcomes] == [False, True, True, True, False, False]

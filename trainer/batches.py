@@ -1,0 +1,226 @@
+"""`Batch`: one leased slot of the daemon's shared memory as torch tensors, without a copy.
+
+The tensors of `fields` and `payload` lie over the slot itself. They hold the batch's bytes until the batch is
+released, and never longer: whoever keeps data beyond that copies it. The mapping itself outlives the daemon.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from shared import wire
+from shared.batch import BatchSpec, Cursor
+from shared.errors import SlotError
+from shared.slots import HEADER_BYTES, Segment
+from shared.telemetry import logger
+
+Unregister = Callable[[], None]
+Register = Callable[[NDArray[np.uint8]], Unregister]
+
+CHECKSUM_MASK = 2**63 - 1
+
+_log = logger("client")
+
+
+class Event(Protocol):
+    """What a release can wait for, such as a torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """What a micro-batch holds; `labels` are the tokens that carry a loss."""
+
+    samples: int
+    images: int
+    clips: int
+    tokens: int
+    labels: int
+
+
+class Attachment:
+    """A mapped segment and how many leases lie on it; unmapped once retired and free of leases."""
+
+    def __init__(self, segment: Segment, unregister: Unregister) -> None:
+        self.segment, self._unregister = segment, unregister
+        self._leases, self._retired, self._open = 0, False, True
+
+    def lease(self) -> None:
+        """One more batch lies on the segment."""
+        self._leases += 1
+
+    def give_back(self) -> None:
+        """One batch fewer."""
+        self._leases -= 1
+        self._close_if_idle()
+
+    def retire(self) -> None:
+        """No new leases come; unmap as soon as the last one ends. Safe to call twice."""
+        self._retired = True
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._open and self._retired and self._leases <= 0:
+            self._open = False
+            self._unregister()
+            self.segment.close()
+
+
+class Batch:
+    """One micro-batch, leased.
+
+    Attributes:
+        fields: name -> tensor over the slot, with dtypes and shapes of the group's `BatchSpec`.
+        payload: all of the batch's bytes, uint8 of `spec.size_bytes`, in which `fields` lie at their offsets.
+        cursor, after: place of this batch, and of the next one: the cursor to save once this one is consumed.
+        batch_id, group, checksum: as the daemon sent them.
+        counts: samples, images, clips, tokens and label tokens in this micro-batch.
+        step_labels: label tokens of the whole global batch, the same on every rank.
+        sample_ids: indexes of the samples, in order; `substituted` of them replace bad ones.
+        wait_s: seconds the trainer waited for it.
+    """
+
+    def __init__(self, header: wire.Batch, spec: BatchSpec, attachment: Attachment, wait_s: float) -> None:
+        self.header, self.spec, self.attachment, self.wait_s = header, spec, attachment, wait_s
+        self.cursor, self.after = header.cursor, header.after
+        self.batch_id, self.group, self.checksum = header.batch_id, header.group, header.checksum
+        self.counts = Counts(*header.counts)
+        self.step_labels, self.sample_ids, self.substituted = header.step_labels, header.sample_ids, header.substituted
+        self.payload = torch.from_numpy(attachment.segment.payload(header.slot)[: spec.size_bytes])
+        self.fields = views(self.payload, spec)
+        self.kept = False
+        self.released = False
+        self.give_back: Callable[[Batch, Event | None], None] = _not_leased
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether this is the last micro-batch of its global step on this rank."""
+        return (self.after.epoch, self.after.step) != (self.cursor.epoch, self.cursor.step)
+
+    def keep(self) -> "Batch":
+        """Do not release it when the next batch is asked for: the caller will."""
+        self.kept = True
+        return self
+
+    def release(self, event: Event | None = None) -> None:
+        """Give the slot back. With an event: as soon as a later client call finds the event done. Once is enough.
+
+        Raises:
+            SlotError: the daemon reused the slot while it was leased, so what was read cannot be trusted.
+        """
+        if not self.released:
+            self.released = True
+            self.give_back(self, event)
+
+    def lost(self) -> bool:
+        """Whether the slot was claimed anew since it was leased."""
+        return self.attachment.segment.generation(self.header.slot) != self.header.generation
+
+    def check_lease(self) -> None:
+        """Raise SlotError when the lease was lost."""
+        if self.lost():
+            now = self.attachment.segment.generation(self.header.slot)
+            raise SlotError(
+                f"lease lost: slot {self.header.slot} of batch {self.batch_id} was reused before its release "
+                f"(generation {self.header.generation} leased, {now} found); raise loader.lease_s"
+            )
+
+    def check_payload(self) -> None:
+        """Raise SlotError when the bytes are not those the daemon summed (xxh3, 63 bits)."""
+        found = checksum(self.payload.numpy())
+        if found != self.checksum:
+            self.check_lease()
+            text = f"batch {self.batch_id} has checksum {found:016x}, {self.checksum:016x} expected"
+            raise SlotError(f"{text}: the slot's bytes are not those that were sent")
+
+
+def _not_leased(batch: Batch, event: Event | None) -> None:
+    """A batch that no client holds has nothing to give back."""
+
+
+class Leases:
+    """The batches handed over and not yet given back, each with the session that granted it.
+
+    `give_back(batch, session)` is told once of every batch whose reads are over and whose lease still held.
+    """
+
+    def __init__(self, give_back: Callable[[Batch, object], None]) -> None:
+        self._give_back = give_back
+        self._held: dict[Cursor, object] = {}
+        self._pending: deque[tuple[Batch, Event]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def holds(self, cursor: Cursor) -> bool:
+        """Whether the batch of `cursor` is still leased."""
+        return cursor in self._held
+
+    def hold(self, batch: Batch, session: object) -> None:
+        """From here the batch is leased, until its `release`."""
+        self._held[batch.cursor] = session
+        batch.attachment.lease()
+        batch.give_back = self._release
+
+    def flush(self) -> None:
+        """Give back every batch whose event is done by now.
+
+        Raises:
+            SlotError: one of them had lost its lease.
+        """
+        for _ in range(len(self._pending)):
+            self._release(*self._pending.popleft())
+
+    def finish(self, within_s: float) -> None:
+        """Flush until nothing waits for its event, so long at most; lost leases are logged."""
+        deadline = time.monotonic() + within_s
+        while self._pending:
+            try:
+                self.flush()
+            except SlotError as error:
+                _log.error("%s", error)
+            if time.monotonic() > deadline:
+                _log.warning("%d batches still wait for their CUDA events", len(self._pending))
+                return
+            time.sleep(0.001)
+
+    def _release(self, batch: Batch, event: Event | None) -> None:
+        if event is not None and not event.query():
+            self._pending.append((batch, event))
+            return
+        session = self._held.pop(batch.cursor)
+        try:
+            batch.check_lease()
+        finally:
+            batch.attachment.give_back()
+        self._give_back(batch, session)
+
+
+def checksum(payload: NDArray[np.uint8]) -> int:
+    """xxh3-64 of the bytes, without the top bit (it travels as a signed integer)."""
+    return xxhash.xxh3_64_intdigest(payload.data) & CHECKSUM_MASK
+
+
+def views(payload: torch.Tensor, spec: BatchSpec) -> dict[str, torch.Tensor]:
+    """The fields of a batch whose bytes are `payload` (uint8, on any device), sharing its memory."""
+    return {
+        field.name: _view(payload, field.dtype, field.shape, field.offset, field.size_bytes) for field in spec.fields
+    }
+
+
+def _view(payload: torch.Tensor, dtype: str, shape: tuple[int, ...], offset: int, size_bytes: int) -> torch.Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    return payload[offset : offset + size_bytes].view(kind).view(shape)
+
+
+def room_for(spec: BatchSpec, slot_bytes: int) -> bool:
+    """Whether a batch of `spec` fits a slot of `slot_bytes`."""
+    return 0 < spec.size_bytes <= slot_bytes - HEADER_BYTES

@@ -1,0 +1,268 @@
+"""The client of the loader daemon, usable from any torch program: iterate it, get `Batch`es over shared memory.
+
+It needs torch, numpy, msgspec, pyzmq and xxhash, nothing of the trainer. No threads: everything, heartbeats included,
+happens inside the calls, and each wait ends by `wait_s`. The protocol itself is in `session.py`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import zmq
+
+from shared import wire
+from shared.batch import Cursor
+from shared.config import digest
+from shared.errors import ConfigError, LoaderTimeout, ProtocolError, SlotError
+from shared.sections import DataSection
+from shared.telemetry import logger
+from trainer.batches import Batch, Leases, Register
+from trainer.pinning import pin
+from trainer.session import Granted, Session
+from trainer.waits import WaitHistogram, WaitStats
+
+SLICE_S = 0.05
+SAY_AFTER_S = 10.0
+CLOSE_S = 5.0
+BYE_MS = 200
+START = Cursor()
+SOCKET_OPTIONS: dict[int, int] = {
+    zmq.LINGER: 0,
+    zmq.IMMEDIATE: 1,
+    zmq.SNDHWM: 1000,
+    zmq.RCVHWM: 1000,
+    zmq.RECONNECT_IVL: 20,
+    zmq.RECONNECT_IVL_MAX: 500,
+    zmq.MAXMSGSIZE: wire.MAX_MESSAGE_BYTES,
+}
+
+_log = logger("client")
+
+
+class DealerLink:
+    """One DEALER socket to the daemon (a `session.Link`). Queues are bounded and never fill for an absent daemon."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        for option, value in SOCKET_OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            remedy = "give ipc:///path or tcp://host:port"
+            raise ConfigError("loader.endpoint", endpoint, f"cannot be connected to ({error})", remedy) from None
+
+    @property
+    def up(self) -> bool:
+        """Whether a daemon is at the other end right now."""
+        return self.wait_up(0.0)
+
+    def wait_up(self, seconds: float) -> bool:
+        """Wait so long for a daemon."""
+        return bool(self._socket.poll(round(seconds * 1000), zmq.POLLOUT))
+
+    def send(self, message: wire.Message) -> bool:
+        """Send now (True) or not at all."""
+        try:
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, seconds: float) -> list[bytes] | None:
+        """The frames of the next message, or None after so many seconds."""
+        if not self._socket.poll(round(seconds * 1000), zmq.POLLIN):
+            return None
+        return self._socket.recv_multipart(zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Say BYE if anybody listens, and close."""
+        said = self.up and self.send(wire.Bye())
+        self._socket.close(linger=BYE_MS if said else 0)
+
+
+class LoaderClient:
+    """One reader of one data-parallel rank's stream. Iterate it; use it as a context manager.
+
+    Args:
+        endpoint: the daemon's address, such as ipc:///tmp/millstream-1000-demo.sock.
+        job: the job's name; the daemon compares it unless it is empty.
+        data: the data section, compared with the daemon's; None takes what is served.
+        data_rank, data_ranks: this stream among the data-parallel ranks.
+        reader, readers: this process among those that read the same stream from this daemon.
+        cursor: where to start: the `after` of the last batch that was consumed.
+        credits: batches the daemon may send ahead of the one handed over.
+        wait_s: bound of every wait for a batch.
+        steps: end the iteration after so many global steps; None never ends it.
+        verify: recompute each batch's checksum when it is handed over.
+        register: page-locks a mapped segment and returns what undoes that; None does so where CUDA is available.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        job: str = "",
+        data: DataSection | None = None,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        reader: int = 0,
+        readers: int = 1,
+        cursor: Cursor = START,
+        credits: int = 2,
+        wait_s: float = 120.0,
+        steps: int | None = None,
+        verify: bool = False,
+        register: Register | None = None,
+    ) -> None:
+        place = (data_rank, data_ranks, reader, readers, cursor)
+        hello = wire.Hello(wire.PROTOCOL, job, digest(data) if data else "", *place, wire.this_process())
+        self._endpoint, self._wait_s, self._steps_left, self._verify = endpoint, wait_s, steps, verify
+        self._register = register or pin
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._leases = Leases(self._give_back)
+        self._session = Session(self._open_link, endpoint, hello, credits, self._leases.holds)
+        self._previous: Batch | None = None
+        self._closed = False
+        self._run, self._recent, self._first_s = WaitHistogram(), WaitHistogram(), -1.0
+
+    def __enter__(self) -> "LoaderClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch; releases the previous one unless it was kept.
+
+        Raises:
+            LoaderTimeout: none came within `wait_s`.
+            ProtocolError: the daemon refuses this reader, or breaks the protocol.
+            SlotError: a slot was reused while leased, or (with `verify`) its bytes are wrong.
+            TooManyBadSamples: the daemon gave up on the data.
+        """
+        previous, self._previous = self._previous, None
+        if previous and not previous.kept:
+            previous.release()
+        if self._ended:
+            raise StopIteration
+        self._previous = batch = self._take()
+        if self._steps_left is not None and batch.ends_step:
+            self._steps_left -= 1
+        return batch
+
+    @property
+    def position(self) -> Cursor:
+        """Cursor of the next batch to be handed over."""
+        return self._session.position
+
+    @property
+    def reconnects(self) -> int:
+        """Sessions opened after the first one."""
+        return max(0, self._session.opened - 1)
+
+    @property
+    def junk(self) -> int:
+        """Frames from the daemon that were no message, and were ignored."""
+        return self._session.junk
+
+    def connect(self) -> wire.Welcome:
+        """Open the session now rather than at the first batch; return what the daemon granted."""
+        self._wait(lambda: self._session.granted is not None, time.monotonic())
+        assert self._session.granted is not None
+        return self._session.granted.welcome
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether the next batch is there, after waiting for it up to `timeout_s`. Also keeps the session alive."""
+        if self._ended:
+            return False
+        deadline = time.monotonic() + timeout_s
+        self._turn(0.0)
+        while not self._session.queue and (left_s := deadline - time.monotonic()) > 0:
+            self._turn(min(SLICE_S, left_s))
+        return bool(self._session.queue)
+
+    def wait_stats(self) -> WaitStats:
+        """Waits for batches, over the run and since the last call; percentiles are right to 5 %."""
+        recent, self._recent = self._recent, WaitHistogram()
+        return WaitStats(self._run.summary(), recent.summary(), max(0.0, self._first_s))
+
+    def close(self) -> None:
+        """End the session and give back what nobody keeps. Safe to call twice; takes seconds at most."""
+        if self._closed:
+            return
+        self._closed = True
+        self._release_previous_quietly()
+        self._leases.finish(CLOSE_S)
+        self._session.close()
+        self._context.term()
+
+    def _release_previous_quietly(self) -> None:
+        try:
+            if self._previous and not self._previous.kept:
+                self._previous.release()
+        except SlotError as error:
+            _log.error("%s", error)
+
+    @property
+    def _ended(self) -> bool:
+        return self._steps_left is not None and self._steps_left <= 0
+
+    def _take(self) -> Batch:
+        started = time.monotonic()
+        while True:
+            self._turn(0.0)
+            if not self._session.queue:
+                self._wait(lambda: bool(self._session.queue), started)
+            header, granted = self._session.take()
+            waited_s = time.monotonic() - started
+            batch = Batch(header, granted.specs[header.group], granted.attachment, waited_s)
+            if not batch.lost():
+                return self._hand_over(batch, granted)
+            self._session.lose(f"the lease of batch {header.batch_id} ended before it was read")
+
+    def _hand_over(self, batch: Batch, granted: Granted) -> Batch:
+        if self._verify:
+            batch.check_payload()
+        self._leases.hold(batch, granted)
+        self._session.advance(batch.header)
+        if self._first_s < 0:
+            self._first_s = batch.wait_s
+        else:
+            self._run.add(batch.wait_s)
+            self._recent.add(batch.wait_s)
+        return batch
+
+    def _open_link(self) -> DealerLink:
+        return DealerLink(self._context, self._endpoint)
+
+    def _give_back(self, batch: Batch, granted: object) -> None:
+        if granted is self._session.granted:
+            self._session.send(wire.Release(batch.cursor))
+
+    def _wait(self, done: Callable[[], bool], started: float) -> None:
+        say_at = started + SAY_AFTER_S
+        while not done():
+            waited_s = time.monotonic() - started
+            if waited_s >= self._wait_s:
+                raise LoaderTimeout(
+                    f"nothing within {self._wait_s:g} s from {self._session.name}; {self._state(started)}"
+                )
+            if started + waited_s >= say_at:
+                say_at = float("inf")
+                _log.warning("waiting for %s: %s", self._session.name, self._state(started))
+            self._turn(min(SLICE_S, self._wait_s - waited_s))
+
+    def _state(self, started: float) -> str:
+        held = f"; {len(self._leases)} batches are not released" if len(self._leases) else ""
+        return self._session.state(time.monotonic() - started) + held
+
+    def _turn(self, seconds: float) -> None:
+        if self._closed:
+            raise ProtocolError(f"the client of {self._endpoint} is closed")
+        self._leases.flush()
+        self._session.turn(seconds, self._register)

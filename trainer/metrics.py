@@ -1,0 +1,27 @@
+"""Every trainer_* metric, declared once. Times are in seconds; counters are of this process alone."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from shared.telemetry import REGISTRY, SECONDS
+
+DATA_WAIT_SECONDS = Histogram(
+    "trainer_data_wait_seconds", "Seconds a step waited for a micro-batch", buckets=SECONDS, registry=REGISTRY
+)
+PREPROCESS_SECONDS = Histogram(
+    "trainer_preprocess_seconds",
+    "Seconds of host time to copy and transform a micro-batch (on CUDA: to queue that)",
+    buckets=SECONDS,
+    registry=REGISTRY,
+)
+STEP_SECONDS = Histogram(
+    "trainer_step_seconds", "Seconds from one optimizer step to the next", buckets=SECONDS, registry=REGISTRY
+)
+CHECKPOINT_SECONDS = Histogram(
+    "trainer_checkpoint_seconds", "Seconds to commit a checkpoint", buckets=SECONDS, registry=REGISTRY
+)
+TOKENS = Counter("trainer_tokens", "Tokens trained on, without padding", registry=REGISTRY)
+SAMPLES = Counter("trainer_samples", "Samples trained on", registry=REGISTRY)
+RECONNECTS = Counter("trainer_reconnects", "Sessions with the loader opened after the first", registry=REGISTRY)
+LOSS = Gauge("trainer_loss", "Loss of the last step, over the global batch", registry=REGISTRY)
+GRAD_NORM = Gauge("trainer_grad_norm", "Gradient norm of the last step, before clipping", registry=REGISTRY)
+STEP = Gauge("trainer_step", "Global steps finished", registry=REGISTRY)
