@@ -60,7 +60,9 @@ class BatchSpec(msgspec.Struct, frozen=True):
 class Group(msgspec.Struct, frozen=True):
     """A modality set. `bucket` is None without images, `clip_samples` 0 without audio.
 
-    A micro-batch holds at most `samples` samples (so `images` and `clips` are that or 0) and `tokens` tokens.
+    A micro-batch holds at most `samples` samples (so `images` and `clips` are that or 0) and `tokens` tokens;
+    `samples` is how many of expected length fill the tokens: captions of `text.expected_tokens`, clips half-way
+    between this class and the next shorter one.
     """
 
     id: int
@@ -141,7 +143,9 @@ def groups(data: DataSection) -> tuple[Group, ...]:
 def _group(index: int, bucket: Bucket | None, clip: int, data: DataSection) -> Group:
     patches = image_tokens(bucket, data.image) if bucket else 0
     frames = audio_tokens(clip, data.audio)
-    each = patches + frames + data.text.expected_tokens + 2
+    shorter = max((c for c in clip_classes(data.audio) if c < clip), default=0)
+    expected = audio_tokens((clip + shorter) // 2, data.audio) if clip else 0
+    each = patches + expected + data.text.expected_tokens + 2
     return Group(index, bucket, clip, max(1, data.batch.tokens // each), patches, frames, data.batch.tokens)
 
 

@@ -4,8 +4,10 @@ Every part is the real program, started as a user would start it; logs and resul
 """
 
 import json
+import os
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -24,20 +27,14 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy" / "configs" / "demo.yaml"
 RUN = ROOT / "runs" / "demo"
-METRICS = "http://127.0.0.1:9464"
+LOADER = (sys.executable, "-m", "dataloader_svc")
+DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 READY_S, TRAIN_S, STOP_S = 120, 1200, 30
 console = Console()
 
 
-def program(name: str) -> str:
-    """Path of a console script of this very environment."""
-    return str(Path(sys.executable).with_name(name))
-
-
 def ranks() -> int:
     """Two processes, or one for a single GPU."""
-    import torch
-
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
@@ -45,14 +42,24 @@ def say(text: str) -> None:
     console.print(f"[bold cyan]==>[/] {text}")
 
 
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextmanager
-def daemon(overrides: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
-    """The loader daemon, ready; stopped with SIGTERM at the end, whatever happens."""
-    command = [program("millstream-loader"), "serve", "--config", str(CONFIG), *overrides]
+def daemon(overrides: list[str]) -> Iterator[str]:
+    """The loader daemon, ready, as its metrics page; stopped with SIGTERM at the end, whatever happens."""
+    ready, port = RUN / "loader.ready", free_port()
+    command = [*LOADER, "serve", "--config", str(CONFIG), "--ready-file", str(ready), *overrides]
+    command += ["--set", f"loader.metrics_port={port}"]
     with (RUN / "loader.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT) as child:
         try:
-            _await_ready(child)
-            yield child
+            _await_ready(child, ready)
+            yield f"http://127.0.0.1:{port}/metrics"
         finally:
             child.send_signal(signal.SIGTERM)
             try:
@@ -61,30 +68,27 @@ def daemon(overrides: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
                 child.kill()
 
 
-def _await_ready(child: "subprocess.Popen[bytes]") -> None:
+def _await_ready(child: "subprocess.Popen[bytes]", ready: Path) -> None:
     deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and child.poll() is None:
-        try:
-            with urllib.request.urlopen(METRICS + "/readyz", timeout=2) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.2)
-    raise SystemExit(f"the loader did not become ready within {READY_S} s; see {RUN / 'loader.log'}")
+    while not ready.exists():
+        if child.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the loader did not become ready within {READY_S} s; see {RUN / 'loader.log'}")
+        time.sleep(0.1)
 
 
-def scrape() -> dict[str, float]:
+def scrape(page: str) -> dict[str, float]:
     """Every sample of the daemon's metrics page, as `name{label values}` -> value."""
-    with urllib.request.urlopen(METRICS + "/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(page, timeout=5) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {f"{s.name}{{{','.join(s.labels.values())}}}": s.value for f in families for s in f.samples}
 
 
 def train(count: int, overrides: list[str]) -> None:
     """Launch the trainer with `deepspeed` and wait for it."""
-    launch = [program("deepspeed"), "--num_gpus", str(count), "--master_port", "29577", "--module", "trainer"]
+    launch = [*DEEPSPEED, "--num_gpus", str(count), "--master_port", "29577", "--module", "trainer"]
     command = [*launch, "train", "--config", str(CONFIG), "--set", f"mesh.data={count}", *overrides]
-    child = subprocess.run(command, cwd=ROOT, timeout=TRAIN_S, check=False)
+    device = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(command, cwd=ROOT, timeout=TRAIN_S, check=False, env={**os.environ, **device})
     if child.returncode:
         raise SystemExit(f"the trainer ended with exit code {child.returncode}")
 
@@ -126,16 +130,17 @@ def main(
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir(parents=True)
     started = time.monotonic()
-    say("building real media into WebDataset shards")
-    subprocess.run([sys.executable, "-m", "deploy.demo.build_data", str(data)], cwd=ROOT, check=True)
+    if not (data / "SUMMARY.json").exists():
+        say("building real media into WebDataset shards")
+        subprocess.run([sys.executable, "-m", "deploy.demo.build_data", str(data)], cwd=ROOT, check=True)
     say("indexing")
-    subprocess.run([program("millstream-loader"), "index", "--config", str(CONFIG), *overrides], cwd=ROOT, check=True)
+    subprocess.run([*LOADER, "index", "--config", str(CONFIG), *overrides], cwd=ROOT, check=True)
     say("starting the loader daemon")
-    with daemon(overrides):
+    with daemon(overrides) as page:
         count = ranks()
         say(f"training with deepspeed on {count} process{'es' if count > 1 else ''}")
         train(count, overrides)
-        loader = scrape()
+        loader = scrape(page)
     console.print(closing_table(loader))
     say(f"done in {time.monotonic() - started:.0f} s; logs are in {RUN}")
 
