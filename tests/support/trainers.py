@@ -1,0 +1,91 @@
+"""Start real trainers as a user does, through the `deepspeed` launcher, and read what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import ROOT, free_port
+
+TRAIN_S = 240.0
+
+
+class Trainer:
+    """One launched run over `world` processes; its output is in `log`."""
+
+    def __init__(self, config_path: Path, run_dir: Path, *flags: str, world: int = 1) -> None:
+        self.run_dir = run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.log_path = run_dir / f"trainer-{time.monotonic_ns()}.log"
+        launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world)]
+        launch += ["--master_port", str(free_port()), "--module", "trainer", "train", "--config", str(config_path)]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [*launch, "--set", f"train.run_dir={run_dir}", *flags]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics log, a dict a step."""
+        return lines(self.run_dir / "metrics.jsonl")
+
+    def wait_step(self, count: int) -> None:
+        """Until `count` steps are logged."""
+        deadline = time.monotonic() + TRAIN_S
+        while len(self.steps()) < count:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log
+            time.sleep(0.01)
+
+    def finish(self) -> "Trainer":
+        """Wait for the end, which must be a good one."""
+        assert self.process.wait(TRAIN_S) == 0, self.log
+        return self
+
+    def stop(self) -> "Trainer":
+        """SIGTERM to the ranks (the launcher itself would answer it by killing them), and a good end."""
+        for pid in self._ranks():
+            os.kill(pid, signal.SIGTERM)
+        return self.finish()
+
+    def _ranks(self) -> list[int]:
+        commands = {int(p.parent.name): p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()}
+        mine = [pid for pid, command in commands.items() if b"\0trainer\0--local_rank" in command]
+        return [pid for pid in mine if os.getpgid(pid) == self.process.pid]
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the run."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(TRAIN_S)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a JSON-lines file; [] where there is none."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def consumed(run_dir: Path) -> dict[tuple[int, int, int, int], tuple[Any, ...]]:
+    """What the run's weights have seen: (epoch, step, micro, data rank) -> (batch id, sample ids, checksum)."""
+    return {
+        (x["epoch"], x["step"], x["micro"], x["data_rank"]): (x["batch_id"], tuple(x["sample_ids"]), x["checksum"])
+        for path in sorted(run_dir.glob("consumed-*.jsonl"))
+        for x in lines(path)
+    }
+
+
+def global_batches(run_dir: Path) -> dict[tuple[int, int], list[Any]]:
+    """What each global batch held, whichever rank read it: (epoch, step) -> sorted (batch id, sample ids, checksum)."""
+    found: dict[tuple[int, int], list[Any]] = {}
+    for (epoch, step, _, _), seen in sorted(consumed(run_dir).items()):
+        found.setdefault((epoch, step), []).append(seen)
+    return {place: sorted(batches) for place, batches in found.items()}

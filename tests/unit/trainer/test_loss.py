@@ -1,0 +1,36 @@
+"""Each label token weighs the same, however a global batch is split into micro-batches."""
+
+import pytest
+import torch
+
+from trainer.loss import loss_scale, token_loss
+
+
+def test_the_mean_over_micro_batches_is_the_mean_over_all_label_tokens() -> None:
+    logits, labels = torch.randn(260, 11, requires_grad=True), torch.randint(0, 11, (260,))
+    labels[::3] = -100
+    whole = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+    (wanted,) = torch.autograd.grad(whole, logits)
+    scale = torch.tensor(loss_scale(4, int((labels >= 0).sum())))
+    split = [5, 50, 200, 5]
+    parts = [token_loss(x, y, scale) for x, y in zip(logits.split(split), labels.split(split), strict=True)]
+    mean = torch.stack(parts).mean()
+    torch.testing.assert_close(mean, whole)
+    torch.testing.assert_close(torch.autograd.grad(mean, logits)[0], wanted)
+
+
+def test_a_micro_batch_without_labels_adds_zero() -> None:
+    logits = torch.randn(6, 11, requires_grad=True)
+    loss = token_loss(logits, torch.full((6,), -100), torch.tensor(loss_scale(4, 0)))
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()
+
+
+def test_the_loss_is_taken_in_fp32() -> None:
+    assert token_loss(torch.randn(3, 5).bfloat16(), torch.tensor([0, 1, 2]), torch.tensor(1.0)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("labels", "scale"), [(100, 0.08), (0, 8.0)])
+def test_the_scale_is_finite_always(labels: int, scale: float) -> None:
+    assert loss_scale(8, labels) == pytest.approx(scale)

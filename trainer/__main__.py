@@ -1,0 +1,5 @@
+"""`python -m trainer`, and what `deepspeed --module trainer` starts."""
+
+from trainer.cli import main
+
+main()

@@ -1,0 +1,110 @@
+"""`millstream-trainer`: train, verify-checkpoint. An expected error is one line on standard error and an exit code.
+
+Runs alone, under `deepspeed --module trainer` or under `torchrun -m trainer`; the launcher's `--local_rank` is dropped
+because the environment says the same.
+"""
+
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shared.config import load
+from shared.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LoaderTimeout,
+    MillstreamError,
+    ProtocolError,
+    SlotError,
+)
+from shared.telemetry import setup_logging
+
+EXIT_CODES = """Exit codes: 0 done or stopped by a signal after saving, 2 configuration refused, 3 loader or data, 4
+checkpoint, 5 anything unexpected."""
+
+app = typer.Typer(
+    help="Trains the image + audio + text model on batches of a loader daemon.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("train", epilog=EXIT_CODES)
+def train_run(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run file, for example deploy/configs/demo.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key: --set train.steps=50. May be repeated.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
+) -> None:
+    """Train. The loader daemon of the same run file must be up, or come up within train.wait_s.
+
+    Example: deepspeed --num_gpus 2 --module trainer train --config run.yaml --set train.steps=50
+    """
+    from trainer.launch import join
+
+    setup_logging("trainer")
+    run = load(config, overrides or ())
+    ranks = join(run)
+    from trainer.train import train
+
+    train(run, ranks, resume)
+    ranks.leave()
+
+
+@app.command("verify-checkpoint", epilog=EXIT_CODES)
+def verify_checkpoint(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint, for example runs/demo/checkpoints/step-00000100.")],
+) -> None:
+    """Recompute every hash of a checkpoint.
+
+    Example: millstream-trainer verify-checkpoint runs/demo/checkpoints/step-00000100
+    """
+    from trainer.manifest import verify
+
+    manifest = verify(folder)
+    size_bytes = sum(entry.size_bytes for entry in manifest.files.values())
+    words = f"{folder.name}: step {manifest.step}, {len(manifest.files)} files, {size_bytes:,} bytes, all as saved"
+    Console().print(words, highlight=False)
+    Console().print(f"saved with {manifest.signature.layout}; next batch {manifest.cursor}", highlight=False)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app(args=without_local_rank(sys.argv[1:]))
+    except MillstreamError as error:
+        rank = f" rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        sys.stderr.write(f"millstream-trainer{rank}: {error}\n")
+        leave(exit_code(error))
+    except Exception:
+        traceback.print_exc()
+        leave(5)
+
+
+def without_local_rank(arguments: list[str]) -> list[str]:
+    """The arguments without a launcher's --local_rank=N."""
+    return [argument for argument in arguments if not re.fullmatch(r"--local[_-]rank=\d+", argument)]
+
+
+def exit_code(error: MillstreamError) -> int:
+    """The process's exit code for an error; see EXIT_CODES."""
+    loader = (DataError, LoaderTimeout, ProtocolError, SlotError)
+    codes = ((ConfigError, 2), (CheckpointError, 4), (loader, 3))
+    return next((code for kind, code in codes if isinstance(error, kind)), 5)
+
+
+def leave(code: int) -> None:
+    """End now: after an error other ranks may never reach the barrier that an orderly end needs."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

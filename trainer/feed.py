@@ -1,0 +1,113 @@
+"""From the preprocessor's batches to what the engine pulls, with a record of what each step consumed."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+import xxhash
+
+from shared.batch import Cursor
+from shared.errors import DataError, ProtocolError
+from trainer.loss import Targets, loss_scale
+from trainer.models.fusion import Inputs
+from trainer.preprocess import DeviceBatch
+
+MicroBatch = tuple[Inputs, Targets]
+"""What the first pipeline stage needs, and what the last one needs."""
+
+
+class Consumed(msgspec.Struct, frozen=True):
+    """One micro-batch that went into the weights: a line of the consumed log, without its tensors."""
+
+    epoch: int
+    step: int
+    micro: int
+    data_rank: int
+    data_ranks: int
+    batch_id: str
+    group: int
+    sample_ids: tuple[int, ...]
+    substituted: int
+    checksum: int
+
+    @property
+    def cursor(self) -> Cursor:
+        """Its place in the order."""
+        return Cursor(self.epoch, self.step, self.micro)
+
+    @property
+    def fingerprint(self) -> int:
+        """63 bits that two readers of one batch share."""
+        return xxhash.xxh3_64_intdigest(f"{self.batch_id} {self.cursor} {self.checksum}".encode()) >> 1
+
+
+class Taken(msgspec.Struct):
+    """What one step consumed on this rank. `after` is the cursor to save."""
+
+    lines: list[Consumed]
+    tokens: int = 0
+    samples: int = 0
+    waits_s: list[float] = msgspec.field(default_factory=list)
+    preprocess_s: list[float] = msgspec.field(default_factory=list)
+    after: Cursor = Cursor()
+
+
+class Feed:
+    """Iterates `MicroBatch`es; `take` tells what was handed out since the last call.
+
+    `micro_batches` is their number in a global batch, over all data-parallel ranks.
+    """
+
+    def __init__(self, batches: Iterator[DeviceBatch], micro_batches: int, data_rank: int, data_ranks: int) -> None:
+        self._batches, self._micro_batches = batches, micro_batches
+        self._data_rank, self._data_ranks = data_rank, data_ranks
+        self._taken = Taken([])
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next one.
+
+        Raises:
+            DataError: the loader has no more.
+        """
+        batch = next(self._batches, None)
+        if batch is None:
+            raise DataError("the loader ended its stream in the middle of the run")
+        self._note(batch)
+        scale = torch.full((), loss_scale(self._micro_batches, batch.step_labels), device=batch.tensors.tokens_T.device)
+        tokens, labels, *rest = batch.tensors
+        return (tokens, *rest), (labels, scale)  # type: ignore[return-value]
+
+    def take(self) -> Taken:
+        """What was handed out since the last call."""
+        taken, self._taken = self._taken, Taken([])
+        return taken
+
+    def _note(self, batch: DeviceBatch) -> None:
+        taken, cursor = self._taken, batch.cursor
+        place = (cursor.epoch, cursor.step, cursor.micro, self._data_rank, self._data_ranks)
+        named = (batch.batch_id, batch.group, batch.sample_ids, batch.substituted, batch.checksum)
+        taken.lines.append(Consumed(*place, *named))
+        taken.tokens += batch.counts.tokens
+        taken.samples += batch.counts.samples
+        taken.waits_s.append(batch.wait_s)
+        taken.preprocess_s.append(batch.preprocess_s)
+        taken.after = batch.after
+
+
+def check_same(mine: Sequence[Consumed], fingerprints: Sequence[Sequence[int]], readers: Sequence[int]) -> None:
+    """Hold that all readers of one data coordinate trained on the same micro-batches.
+
+    Raises:
+        ProtocolError: two of them did not; the text names both ranks and the first micro-batch that differs.
+    """
+    own = [line.fingerprint for line in mine]
+    for rank, theirs in zip(readers, fingerprints, strict=True):
+        for line, one, other in zip(mine, own, theirs, strict=True):
+            if one != other:
+                raise ProtocolError(
+                    f"pipeline stages read different data: micro-batch {line.micro} of step {line.step}, epoch "
+                    f"{line.epoch}, is batch {line.batch_id} ({one:016x}) here and {other:016x} on rank {rank}"
+                )

@@ -1,0 +1,88 @@
+"""What a run leaves behind, line by line: `metrics.jsonl` (rank 0) and `consumed-<data_rank>.jsonl` (first readers).
+
+Both show what the weights have seen and nothing else: lines beyond the checkpoint that a run resumes from are cut off
+when the files are opened again, a half-written last line too.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.batch import Cursor
+from trainer.feed import Consumed
+
+METRICS = "metrics.jsonl"
+
+
+class StepLine(msgspec.Struct, frozen=True):
+    """One step: a line of `metrics.jsonl`. Counts are of the whole global batch, waits of rank 0 since it started."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    samples: int
+    step_s: float
+    tokens_per_s: float
+    wait_p50_ms: float
+    wait_p99_ms: float
+
+
+class Lines:
+    """A file of JSON lines, each with the system as soon as it is written. Use as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def write(self, lines: Sequence[msgspec.Struct]) -> None:
+        """Append lines."""
+        self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Bring what was written to the disk, before a checkpoint that counts on it is committed."""
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._file.close()
+
+
+def consumed_lines(run_dir: Path, data_rank: int, cursor: Cursor) -> Lines:
+    """The consumed log of a data-parallel rank, without what lies at or beyond `cursor`."""
+    path = run_dir / f"consumed-{data_rank}.jsonl"
+    cut_after(path, lambda line: msgspec.convert(line, Consumed).cursor < cursor)
+    return Lines(path)
+
+
+def step_lines(run_dir: Path, steps: int) -> Lines:
+    """The metrics log, without what lies beyond the first `steps` steps."""
+    path = run_dir / METRICS
+    cut_after(path, lambda line: msgspec.convert(line, StepLine).step < steps)
+    return Lines(path)
+
+
+def cut_after(path: Path, keep: Callable[[Any], bool]) -> None:
+    """Truncate a file of JSON lines before the first line that is broken or not to be kept."""
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("rb+") as file:
+        for line in file:
+            if not (line.endswith(b"\n") and _passes(line, keep)):
+                break
+            kept += len(line)
+        file.truncate(kept)
+
+
+def _passes(line: bytes, keep: Callable[[Any], bool]) -> bool:
+    try:
+        return keep(msgspec.json.decode(line))
+    except msgspec.MsgspecError:
+        return False

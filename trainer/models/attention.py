@@ -1,0 +1,108 @@
+"""Attention: one function, three backends, chosen once.
+
+Shapes: B sequences, L places, H query heads, G key/value heads (G divides H), D head size. `segments_BL` cuts a
+sequence into independent parts: a place attends to its own segment only, padding (one more segment) to itself, so no
+row is ever empty. `cu_seqlens` gives the same cuts as bounds over the B x L places laid end to end.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Backend = Literal["math", "sdpa", "flash4"]
+
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, ...]) -> Backend:
+    """The fastest backend that is right here: `flash4` on Hopper and Blackwell in half precision, else `sdpa`."""
+    if device.type != "cuda" or dtype == torch.float32 or any(size % 8 for size in head_sizes):
+        return "sdpa"
+    fits = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return "flash4" if fits and _has_flash4() else "sdpa"
+
+
+def attention(
+    q_BLHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGD: Tensor,
+    *,
+    causal: bool,
+    backend: Backend,
+    segments_BL: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v in each segment, as [B, L, H, D]; any of B and L may be 0.
+
+    Without segments a sequence is one segment. `flash4` needs `cu_seqlens` (int32) wherever there are segments.
+    """
+    if backend == "flash4" and q_BLHD.numel():
+        return _flash4(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
+    run = _math if backend == "math" else _sdpa
+    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
+    return run(q, k, v, causal, segments_BL).transpose(1, 2)
+
+
+def segment_mask(segments_BL: Tensor, causal: bool) -> Tensor:
+    """[B, 1, L, L], true where the row's place may attend to the column's."""
+    mask = segments_BL[:, None, :, None] == segments_BL[:, None, None, :]
+    return mask.tril() if causal else mask
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, segments_BL: Tensor | None) -> Tensor:
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if segments_BL is None:
+        segments_BL = q.new_zeros(q.shape[0], q.shape[2], dtype=torch.int32)
+    scores = scores.masked_fill(~segment_mask(segments_BL, causal), -math.inf)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, segments_BL: Tensor | None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if segments_BL is not None:
+        mask = segment_mask(segments_BL, causal)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    if not (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+
+def _flash4(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool, cu_seqlens: Tensor | None) -> Tensor:
+    dense, varlen = _flash4_functions()
+    if cu_seqlens is None:
+        return _first(dense(q_BLHD, k_BLGD, v_BLGD, causal=causal))
+    q, k, v = (x.flatten(0, 1) for x in (q_BLHD, k_BLGD, v_BLGD))
+    out = varlen(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=causal)
+    return _first(out).view_as(q_BLHD)
+
+
+def _first(out: Any) -> Tensor:
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def _flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    return flash_attn_func, flash_attn_varlen_func
+
+
+def _has_flash4() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,95 @@
+"""Decoder of Llama's form over one pack: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+
+Shapes: T places of the pack, C the width, H query heads, G key/value heads, D head size, V vocabulary.
+A layer takes and returns `State`, so that a pipeline can cut between any two.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from shared.sections import DecoderSection
+from trainer.models.attention import Backend, attention
+
+State = tuple[Tensor, Tensor, Tensor, Tensor]
+"""hidden_TC (float), positions_T, segments_T, cu_seqlens (int32): only the first carries a gradient."""
+
+
+class DecoderBlock(nn.Module):
+    """hidden + attention(norm(hidden)), then + mlp(norm(hidden))."""
+
+    def __init__(self, section: DecoderSection, backend: Backend) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.backend = section.heads, section.kv_heads, backend
+        self.theta = section.rope_theta
+        head = section.dim // section.heads
+        self.attention_norm = nn.RMSNorm(section.dim, eps=1e-5)
+        self.q = nn.Linear(section.dim, section.heads * head, bias=False)
+        self.k = nn.Linear(section.dim, section.kv_heads * head, bias=False)
+        self.v = nn.Linear(section.dim, section.kv_heads * head, bias=False)
+        self.out = nn.Linear(section.heads * head, section.dim, bias=False)
+        self.mlp_norm = nn.RMSNorm(section.dim, eps=1e-5)
+        self.gate = nn.Linear(section.dim, section.mlp, bias=False)
+        self.up = nn.Linear(section.dim, section.mlp, bias=False)
+        self.down = nn.Linear(section.mlp, section.dim, bias=False)
+        _init_block(self, section.depth)
+
+    def forward(self, state: State) -> State:
+        """The state with new hidden values."""
+        hidden, positions, segments, cu_seqlens = state
+        hidden = hidden + self._attend(self.attention_norm(hidden), positions, segments, cu_seqlens)
+        x = self.mlp_norm(hidden)
+        hidden = hidden + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return hidden, positions, segments, cu_seqlens
+
+    def _attend(self, x_TC: Tensor, positions_T: Tensor, segments_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q = self.q(x_TC).unflatten(-1, (self.heads, -1))
+        k = self.k(x_TC).unflatten(-1, (self.kv_heads, -1))
+        v = self.v(x_TC).unflatten(-1, (self.kv_heads, -1))
+        cos, sin = rotary(positions_T, q.shape[-1], self.theta)
+        mixed = attention(
+            rotate(q, cos, sin)[None],
+            rotate(k, cos, sin)[None],
+            v[None],
+            causal=True,
+            backend=self.backend,
+            segments_BL=segments_T[None],
+            cu_seqlens=cu_seqlens,
+        )
+        out: Tensor = self.out(mixed[0].flatten(1))
+        return out
+
+
+class Head(nn.Module):
+    """State -> logits [T, V]: RMSNorm and an untied projection."""
+
+    def __init__(self, section: DecoderSection) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(section.dim, eps=1e-5)
+        self.vocabulary = nn.Linear(section.dim, section.vocab, bias=False)
+        nn.init.normal_(self.vocabulary.weight, std=0.02)
+
+    def forward(self, state: State) -> Tensor:
+        """Logits in the weights' dtype."""
+        logits: Tensor = self.vocabulary(self.norm(state[0]))
+        return logits
+
+
+def rotary(positions_T: Tensor, head: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, head / 2] in fp32 of the rotary angles (Su et al. 2021)."""
+    at = torch.arange(0, head, 2, device=positions_T.device)
+    angles = positions_T[:, None].float() * theta ** (-at / head)
+    return angles.cos()[:, None], angles.sin()[:, None]
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its place's angle; Llama's pairing."""
+    a, b = x_THD.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_THD.dtype)
+
+
+def _init_block(block: nn.Module, depth: int) -> None:
+    for name, part in block.named_children():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02 / (math.sqrt(2 * depth) if name in ("out", "down") else 1))

@@ -1,0 +1,248 @@
+"""A training run, from joined ranks to the last checkpoint. Start reading at `train`.
+
+A step is one global batch: every reader pulls its micro-batches of it, the engine takes one optimizer step, and all
+ranks agree on what was consumed and on whether to stop. Logs are written before a checkpoint commits the cursor.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+import msgspec
+import torch
+
+from shared.batch import Cursor
+from shared.config import endpoint, run_dir
+from shared.errors import ConfigError
+from shared.sections import RunConfig
+from shared.telemetry import MetricsPage, logger
+from trainer import metrics
+from trainer.checkpoint import Checkpoints
+from trainer.client import LoaderClient
+from trainer.display import Display, show_summary
+from trainer.engine import Engine, StepResult, build_engine
+from trainer.feed import Feed, Taken, check_same
+from trainer.launch import Ranks
+from trainer.log import Lines, StepLine, consumed_lines, step_lines
+from trainer.manifest import complete, signature_of
+from trainer.optim import lr_at
+from trainer.preprocess import Preprocessor
+from trainer.waits import Waits
+
+_log = logger("train")
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Where a run begins: steps already done, and the first batch to read."""
+
+    step: int = 0
+    cursor: Cursor = Cursor()
+
+
+class Parts(msgspec.Struct):
+    """What the loop works with. Only some ranks have a client, logs and a display."""
+
+    engine: Engine
+    checkpoints: Checkpoints
+    client: LoaderClient | None
+    feed: Feed | None
+    steps: Lines | None
+    consumed: Lines | None
+    display: Display | None
+
+
+class Stop:
+    """Set by the first SIGTERM or SIGINT, acted on at the next step's end; a second signal ends the process."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self.asked = True
+        signal.signal(number, signal.SIG_DFL)
+
+
+def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
+    """Train to `train.steps`, or until told to stop; either way the last state is saved.
+
+    Raises:
+        MillstreamError: something expected went wrong; its kind and text say what.
+    """
+    check_run_dir(config, ranks, resume)
+    port = config.train.metrics_port and config.train.metrics_port + ranks.rank
+    stop = Stop()
+    with stop_on_signals(stop), MetricsPage(port, lambda: True, name="train.metrics_port"), ExitStack() as stack:
+        engine = build_engine(config, ranks)
+        checkpoints = build_checkpoints(config, ranks)
+        start = load_start(checkpoints, engine, ranks, resume)
+        parts = build_parts(config, ranks, engine, checkpoints, start, stack)
+        lines = run_steps(config, ranks, parts, start, stop)
+    if ranks.is_main:
+        show_summary(lines, ranks.device)
+
+
+def check_run_dir(config: RunConfig, ranks: Ranks, resume: bool) -> None:
+    """Make the run folder; refuse to overwrite another run's checkpoints."""
+    folder = run_dir(config)
+    used = not resume and ranks.is_main and any(complete(folder / "checkpoints"))
+    if ranks.any(used):
+        rule = "already holds checkpoints of a run"
+        raise ConfigError("train.run_dir", folder, rule, "continue it with --resume, or name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def build_checkpoints(config: RunConfig, ranks: Ranks) -> Checkpoints:
+    """The run's checkpoints."""
+    return Checkpoints(run_dir(config) / "checkpoints", ranks, signature_of(config), config.train.keep)
+
+
+def load_start(checkpoints: Checkpoints, engine: Engine, ranks: Ranks, resume: bool) -> Start:
+    """Load the newest complete checkpoint when resuming; begin anew where there is none."""
+    manifest = checkpoints.load_newest(engine) if resume else None
+    if resume and ranks.is_main:
+        found = f"step {manifest.step}, {manifest.cursor}" if manifest else "no complete checkpoint: starting anew"
+        _log.info("resume from %s: %s", checkpoints.folder, found)
+    return Start(manifest.step, manifest.cursor) if manifest else Start()
+
+
+def build_parts(
+    config: RunConfig, ranks: Ranks, engine: Engine, checkpoints: Checkpoints, start: Start, stack: ExitStack
+) -> Parts:
+    """Client, feed, logs and display of this rank; the stack closes them."""
+    client, feed = None, None
+    if ranks.is_reader and start.step < config.train.steps:
+        client = stack.enter_context(connect(config, ranks, start))
+        feed = build_feed(config, ranks, client)
+    folder, main = run_dir(config), ranks.is_main
+    first = ranks.is_reader and ranks.reader == 0
+    consumed = stack.enter_context(consumed_lines(folder, ranks.coords.data, start.cursor)) if first else None
+    steps = stack.enter_context(step_lines(folder, start.step)) if main else None
+    display = Display(start.step, config.train.steps, config.train.log_every) if main else None
+    return Parts(engine, checkpoints, client, feed, steps, consumed, display and stack.enter_context(display))
+
+
+def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
+    """This reader's client, from the start's cursor on."""
+    return LoaderClient(
+        endpoint(config),
+        job=config.job,
+        data=config.data,
+        data_rank=ranks.coords.data,
+        data_ranks=ranks.mesh.data,
+        reader=ranks.reader,
+        readers=len(ranks.readers),
+        cursor=start.cursor,
+        wait_s=config.train.wait_s,
+    )
+
+
+def build_feed(config: RunConfig, ranks: Ranks, client: LoaderClient) -> Feed:
+    """Batches of the client as the engine pulls them."""
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    batches = Preprocessor(config.data, config.model, ranks.device, dtype).prefetch(client)
+    return Feed(batches, config.data.batch.micro_batches, ranks.coords.data, ranks.mesh.data)
+
+
+def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop: Stop) -> list[StepLine]:
+    """The loop. Returns the lines of the steps that it ran (on rank 0)."""
+    lines: list[StepLine] = []
+    cursor, saved = start.cursor, start.step
+    for step in range(start.step, config.train.steps):
+        began = time.perf_counter()
+        lr = lr_at(step, config.train.steps, config.train.optim)
+        result = parts.engine.train_batch(parts.feed or iter(()), lr)
+        taken = take(parts, ranks)
+        tokens, samples, stopping = ranks.sum(step_totals(ranks, taken, stop))
+        cursor = taken.after if taken else cursor
+        line = step_line(step, result, lr, tokens, samples, time.perf_counter() - began, parts.client)
+        record(parts, line, taken)
+        if ranks.is_main:
+            lines.append(line)
+        if stopping or step + 1 == config.train.steps or saves_at(step + 1, config.train.save_every):
+            save(parts, step + 1, cursor)
+            saved = step + 1
+        if stopping:
+            break
+    if ranks.is_main:
+        _log.info("stopped after step %d of %d; checkpoint %d holds it", saved, config.train.steps, saved)
+    return lines
+
+
+def take(parts: Parts, ranks: Ranks) -> Taken | None:
+    """What this reader consumed in the step, after comparing it with what the other readers of its stream consumed."""
+    if parts.feed is None:
+        return None
+    taken = parts.feed.take()
+    if len(ranks.readers) > 1:
+        fingerprints = ranks.among_readers([line.fingerprint for line in taken.lines])
+        check_same(taken.lines, fingerprints, ranks.readers)
+    return taken
+
+
+def step_totals(ranks: Ranks, taken: Taken | None, stop: Stop) -> list[int]:
+    """This rank's share of: tokens, samples, ranks that were asked to stop."""
+    counts = taken and ranks.reader == 0
+    return [taken.tokens, taken.samples, int(stop.asked)] if taken and counts else [0, 0, int(stop.asked)]
+
+
+def step_line(
+    step: int, result: StepResult, lr: float, tokens: int, samples: int, step_s: float, client: LoaderClient | None
+) -> StepLine:
+    """The step's numbers."""
+    waits = client.wait_stats().run if client else Waits()
+    speed = tokens / step_s
+    numbers = (step, result.loss, result.grad_norm, lr, tokens, samples, step_s, speed)
+    return StepLine(*numbers, waits.p50_s * 1e3, waits.p99_s * 1e3)
+
+
+def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
+    """Write, show and count the step wherever this rank does so."""
+    if parts.steps and parts.display:
+        parts.steps.write([line])
+        parts.display.step(line)
+    if parts.consumed and taken:
+        parts.consumed.write(taken.lines)
+    observe(line, taken)
+
+
+def observe(line: StepLine, taken: Taken | None) -> None:
+    """Bring this rank's metrics up to date."""
+    metrics.STEP.set(line.step + 1)
+    metrics.LOSS.set(line.loss)
+    metrics.GRAD_NORM.set(line.grad_norm)
+    metrics.STEP_SECONDS.observe(line.step_s)
+    if taken:
+        metrics.TOKENS.inc(taken.tokens)
+        metrics.SAMPLES.inc(taken.samples)
+        for wait_s, preprocess_s in zip(taken.waits_s, taken.preprocess_s, strict=True):
+            metrics.DATA_WAIT_SECONDS.observe(wait_s)
+            metrics.PREPROCESS_SECONDS.observe(preprocess_s)
+
+
+def saves_at(step: int, every: int) -> bool:
+    """Whether a checkpoint is due after `step` steps."""
+    return bool(every) and step % every == 0
+
+
+def save(parts: Parts, step: int, cursor: Cursor) -> None:
+    """Logs first, then the checkpoint whose cursor they lead up to."""
+    with metrics.CHECKPOINT_SECONDS.time():
+        for lines in (parts.steps, parts.consumed):
+            if lines:
+                lines.sync()
+        parts.checkpoints.save(parts.engine, step, cursor)
+
+
+@contextmanager
+def stop_on_signals(stop: Stop) -> Iterator[None]:
+    """SIGTERM and SIGINT set the flag while this is open."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
