@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import CheckpointError, ConfigError, LoaderTimeout, ProtocolError, ShardError
+from tests.support.runs import run_file
 from trainer.cli import exit_code, without_local_rank
 
 
@@ -47,3 +48,29 @@ def test_a_folder_that_is_no_checkpoint_is_code_4(tmp_path: Path) -> None:
     done = run("--local_rank=0", "verify-checkpoint", str(tmp_path))
     assert done.returncode == 4
     assert "manifest.json cannot be read" in done.stderr
+
+
+REFUSED = [
+    (["mesh.pipe=2", "train.zero_stage=2"], r"train.zero_stage (2) cannot run with pipeline parallelism"),
+    (["mesh.pipe=2", "train.zero_stage=3"], r"train.zero_stage (3) cannot run with pipeline parallelism"),
+    (["mesh.pipe=2"], "must equal the number of processes, 1; launch 2 processes"),
+    (["train.precision=bf16", "train.zero_stage=0"], "train.zero_stage (0) cannot run with train.precision bf16"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), REFUSED)
+def test_layouts_that_go_wrong_deep_inside_are_refused_at_the_start(
+    tmp_path: Path, overrides: list[str], text: str
+) -> None:
+    config = run_file(tmp_path, "part-{0..0}.tar")
+    done = run("train", "--config", str(config), *(part for key in overrides for part in ("--set", key)))
+    assert done.returncode == 2, done.stderr
+    assert text in done.stderr
+
+
+def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
+    config = run_file(tmp_path, "part-{0..0}.tar")
+    (tmp_path / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    done = run("train", "--config", str(config))
+    assert done.returncode == 2, done.stderr
+    assert "already holds checkpoints of a run; continue it with --resume" in done.stderr
