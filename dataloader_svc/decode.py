@@ -5,7 +5,8 @@ aspect ratio resized to it. Audio becomes int16 `[samples]` at the common rate. 
 and costs only itself.
 
 On a CPU every image is decoded alone in a thread (dynamic mode): a batched decode dies with its worst member, and some
-headers crash it. On a GPU a micro-batch is one pipeline run; when that fails, its samples are decoded on the CPU.
+headers crash it. A JPEG much larger than its bucket is decoded at a reduced size (`jpeg.py`). On a GPU a micro-batch is
+one pipeline run; when that fails, its samples are decoded on the CPU.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ import soundfile
 from numpy.typing import NDArray
 from nvidia.dali import Pipeline, fn, types
 
-from dataloader_svc import headers
+from dataloader_svc import headers, jpeg
 from shared.batch import Bucket
 from shared.errors import ConfigError, SampleError
 from shared.sections import DataSection, LoaderSection
@@ -86,7 +87,8 @@ class Decoder:
             done = self._batches.decode(blobs, sizes, bucket)
             if done is not None:
                 return done
-        return list(self._threads.map(decode_one, blobs, sizes, [bucket] * len(blobs)))
+        decode = decode_smaller if self._loader.jpeg == "reduced" else decode_one
+        return list(self._threads.map(decode, blobs, sizes, [bucket] * len(blobs)))
 
 
 def region(size: tuple[int, int], bucket: Bucket) -> Region:
@@ -107,6 +109,21 @@ def fit(pixels: Pixels, bucket: Bucket) -> Pixels:
     how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
     resized: Pixels = cv2.resize(part, (bucket.width, bucket.height), interpolation=how)
     return resized
+
+
+def decode_smaller(blob: bytes, size: tuple[int, int], bucket: Bucket) -> Pixels | SampleError:
+    """`decode_one`, but a JPEG at least twice as large as the bucket needs is decoded at a reduced size."""
+    top, left, bottom, right = region(size, bucket)
+    factor = jpeg.reduction((bottom - top, right - left), (bucket.height, bucket.width))
+    try:
+        reduced = jpeg.decode_reduced(blob, factor) if factor > 1 and headers.is_jpeg(blob) else None
+    except SampleError as error:
+        return error
+    if reduced is None:
+        return decode_one(blob, size, bucket)
+    turned = headers.orientation(blob) in headers.TURNED
+    fitted = fit(reduced, Bucket(bucket.width, bucket.height) if turned else bucket)
+    return jpeg.orient(fitted, headers.orientation(blob))
 
 
 def decode_one(blob: bytes, size: tuple[int, int], bucket: Bucket) -> Pixels | SampleError:

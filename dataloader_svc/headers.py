@@ -54,6 +54,16 @@ def image_size(data: bytes, limits: ImageSection = IMAGE_LIMITS) -> Size:
     return (width, height) if orientation in TURNED else (height, width)
 
 
+def is_jpeg(data: bytes) -> bool:
+    """Whether the bytes begin as a JPEG's do."""
+    return data.startswith(b"\xff\xd8\xff")
+
+
+def orientation(data: bytes) -> int:
+    """EXIF orientation, 1 to 8, of what `image_size` accepts."""
+    return _parser(data)(data)[2]
+
+
 def audio_info(data: bytes, limits: AudioSection = AUDIO_LIMITS) -> tuple[int, int, int]:
     """(frames, rate in hertz, channels) as the header declares them; a decoder may find a few frames more or less.
 

@@ -91,13 +91,14 @@ class QuarantineSection(Section, frozen=True):
 
 
 class LoaderSection(Section, frozen=True):
-    """The daemon on one node."""
+    """The daemon on one node. `jpeg: reduced` decodes a JPEG at 1/2, 1/4 or 1/8 where that is enough for its bucket."""
 
     endpoint: str = "ipc:///tmp/millstream-{uid}-{job}.sock"
     workers: int = 1
     threads: int = 2
     device: Literal["cpu", "gpu"] = "cpu"
     gpu_id: int = 0
+    jpeg: Literal["reduced", "full"] = "reduced"
     slots_per_stream: int = 4
     max_streams: int = 2
     shm_dir: str = "/dev/shm"

@@ -10,6 +10,7 @@ PACKAGES = ("shared", "dataloader_svc", "trainer")
 DOORS = {
     "zmq": {"dataloader_svc/server.py", "trainer/client.py"},
     "nvidia": {"dataloader_svc/decode.py"},
+    "simplejpeg": {"dataloader_svc/jpeg.py"},
     "tarfile": {"dataloader_svc/shards.py"},
     "webdataset": {"dataloader_svc/shards.py"},
     "fsspec": {"dataloader_svc/shards.py"},

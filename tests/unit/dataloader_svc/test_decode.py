@@ -150,8 +150,8 @@ def test_a_decoder_exhausted_by_one_picture_goes_on(decoder: Decoder, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(decode.dynamic.decoders, "image", exhausted)
-        assert reason(decoder.decode_images([photo(300, 200)], BUCKET)[0]) == "image_decode"
-    assert isinstance(decoder.decode_images([photo(300, 200)], BUCKET)[0], np.ndarray)
+        assert reason(decoder.decode_images([photo(300, 200, form="PNG")], BUCKET)[0]) == "image_decode"
+    assert isinstance(decoder.decode_images([photo(300, 200, form="PNG")], BUCKET)[0], np.ndarray)
 
 
 @pytest.mark.parametrize("size", [(200, 300), (300, 200), (7, 2000), (1, 1), (64, 96), (63, 97)])

@@ -1,0 +1,55 @@
+"""JPEG decoded no larger than it is needed.
+
+libjpeg-turbo's scaled inverse DCT yields 1/2, 1/4 or 1/8 of the sides for a fraction of a full decode's time (its other
+scales are slow). What is at least twice as large as its bucket takes this path on a CPU; the rest of the way down is an
+area resize. Anything out of the ordinary (CMYK, oddities that libjpeg repairs) is left to the full decoder; a picture
+whose data ends too early is refused here, because DALI shows it half grey without a word when it has an end marker.
+"""
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+
+from shared.errors import SampleError
+
+Pixels = NDArray[np.uint8]
+
+FACTORS = (8, 4, 2)
+PLAIN = ("YCbCr", "Gray", "RGB")
+
+
+def reduction(size: tuple[int, int], needed: tuple[int, int]) -> int:
+    """The largest of 8, 4, 2 by which (height, width) can shrink and still cover `needed`; 1 when none can."""
+    fits = (f for f in FACTORS if size[0] >= f * needed[0] and size[1] >= f * needed[1])
+    return next(fits, 1)
+
+
+def decode_reduced(blob: bytes, factor: int) -> Pixels | None:
+    """The picture as stored (no EXIF applied) at 1 / `factor` of its sides, RGB; None: ask the full decoder.
+
+    Raises:
+        SampleError: `truncated_image`.
+    """
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(blob)
+        if colours not in PLAIN:
+            return None
+        pixels: Pixels = simplejpeg.decode_jpeg(
+            blob, "RGB", min_height=-(-height // factor), min_width=-(-width // factor)
+        )
+    except ValueError as error:
+        if "premature end" in str(error).lower():
+            raise SampleError("truncated_image", str(error)[:200]) from None
+        return None
+    return pixels
+
+
+def orient(pixels: Pixels, orientation: int) -> Pixels:
+    """Stored pixels [H, W, 3] as shown, by EXIF orientation 1 to 8 (TIFF 6.0, tag 274)."""
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
