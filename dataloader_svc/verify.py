@@ -1,8 +1,8 @@
 """Proof of exactly-once: what trainers logged as consumed, against the plan computed anew.
 
-A log has one JSON object a line, for each micro-batch that a step was made of: epoch, step, micro, data_rank,
-data_ranks, batch_id, sample_ids, substituted. Several readers of one data rank log the same micro-batch; one of them is
-enough, and further equal lines of *other files* are theirs. A micro-batch twice in one file is a repetition.
+A log has one JSON object a line (`shared.consumed`) for each micro-batch that a step was made of. Several readers of
+one data rank log the same micro-batch; one of them is enough, and further equal lines of *other files* are theirs. A
+micro-batch twice in one file is a repetition.
 """
 
 from collections import Counter
@@ -13,23 +13,11 @@ import msgspec
 
 from dataloader_svc.plan import Pack, Planner
 from shared.batch import Cursor
+from shared.consumed import Consumed
 from shared.errors import DataError, MillstreamError
 from shared.sections import DataSection
 
 Place = tuple[int, int, int]
-
-
-class Consumed(msgspec.Struct, frozen=True):
-    """One line of a log."""
-
-    epoch: int
-    step: int
-    micro: int
-    data_rank: int
-    data_ranks: int
-    batch_id: str
-    sample_ids: tuple[int, ...]
-    substituted: int = 0
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
-import xxhash
 
 from shared.batch import Cursor
+from shared.consumed import Consumed
 from shared.errors import DataError, ProtocolError
 from trainer.loss import Targets, loss_scale
 from trainer.models.fusion import Inputs
@@ -14,31 +14,6 @@ from trainer.preprocess import DeviceBatch
 
 MicroBatch = tuple[Inputs, Targets]
 """What the first pipeline stage needs, and what the last one needs."""
-
-
-class Consumed(msgspec.Struct, frozen=True):
-    """One micro-batch that went into the weights: a line of the consumed log, without its tensors."""
-
-    epoch: int
-    step: int
-    micro: int
-    data_rank: int
-    data_ranks: int
-    batch_id: str
-    group: int
-    sample_ids: tuple[int, ...]
-    substituted: int
-    checksum: int
-
-    @property
-    def cursor(self) -> Cursor:
-        """Its place in the order."""
-        return Cursor(self.epoch, self.step, self.micro)
-
-    @property
-    def fingerprint(self) -> int:
-        """63 bits that two readers of one batch share."""
-        return xxhash.xxh3_64_intdigest(f"{self.batch_id} {self.cursor} {self.checksum}".encode()) >> 1
 
 
 class Taken(msgspec.Struct):
@@ -88,7 +63,7 @@ class Feed:
     def _note(self, batch: DeviceBatch) -> None:
         taken, cursor = self._taken, batch.cursor
         place = (cursor.epoch, cursor.step, cursor.micro, self._data_rank, self._data_ranks)
-        named = (batch.batch_id, batch.group, batch.sample_ids, batch.substituted, batch.checksum)
+        named = (batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum)
         taken.lines.append(Consumed(*place, *named))
         taken.tokens += batch.counts.tokens
         taken.samples += batch.counts.samples

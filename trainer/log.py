@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from shared.batch import Cursor
-from trainer.feed import Consumed
+from shared.consumed import Consumed
 
 METRICS = "metrics.jsonl"
 

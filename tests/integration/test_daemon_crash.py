@@ -99,3 +99,4 @@ def test_a_daemon_killed_while_it_starts_leaves_no_worker(tmp_path: Path) -> Non
     workers = daemon.workers()
     daemon.kill()
     wait_until(lambda: not any(map(alive, workers)), "its workers end")
+    assert workers and not any(map(alive, workers))

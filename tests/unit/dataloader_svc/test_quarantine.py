@@ -63,6 +63,7 @@ def test_a_share_at_the_limit_is_borne() -> None:
     quarantine = make(max_share=0.2, after_samples=10)
     for i in range(50):
         quarantine.record(8, [bad(2 * i), bad(2 * i + 1)])
+    assert sum(quarantine.reasons.values()) == 100
 
 
 def test_what_the_index_left_out_counts_but_stops_nothing() -> None:

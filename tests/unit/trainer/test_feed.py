@@ -2,10 +2,11 @@
 
 import pytest
 
+from shared.consumed import Consumed
 from shared.errors import DataError, ProtocolError
-from trainer.feed import Consumed, Feed, check_same
+from trainer.feed import Feed, check_same
 
-LINES = [Consumed(0, 5, micro, 0, 1, f"b{micro}", 2, (1, 2), 0, 77) for micro in range(3)]
+LINES = [Consumed(0, 5, micro, 0, 1, f"b{micro}", (1, 2), 0, 2, 77) for micro in range(3)]
 
 
 def test_equal_streams_pass() -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from shared.batch import Cursor
-from trainer.feed import Consumed
+from shared.consumed import Consumed
 from trainer.log import StepLine, consumed_lines, step_lines
 
 
 def consumed(epoch: int, step: int, micro: int) -> Consumed:
-    return Consumed(epoch, step, micro, 0, 2, f"b{epoch}{step}{micro}", 3, (1, 2), 0, 99)
+    return Consumed(epoch, step, micro, 0, 2, f"b{epoch}{step}{micro}", (1, 2), 0, 3, 99)
 
 
 def step_line(step: int) -> StepLine:
