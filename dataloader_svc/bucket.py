@@ -21,7 +21,7 @@ TIE = 1e-9
 
 
 class Facts(Protocol):
-    """What planning needs to know: five arrays over sample ids."""
+    """What planning needs to know: five arrays over sample ids, and the first id of each dataset (and the end)."""
 
     @property
     def height(self) -> Array: ...
@@ -38,15 +38,22 @@ class Facts(Protocol):
     @property
     def verdict(self) -> Array: ...
 
+    @property
+    def dataset_starts(self) -> tuple[int, ...]: ...
+
 
 class Columns(msgspec.Struct, frozen=True):
-    """Facts held as plain arrays of equal length: pixels (0 = no image), samples, tokens, verdicts (0 = good)."""
+    """Facts held as plain arrays of equal length: pixels (0 = no image), samples, tokens, verdicts (0 = good).
+
+    Without `dataset_starts` there is one dataset.
+    """
 
     height: Array
     width: Array
     clip_samples: Array
     text_tokens: Array
     verdict: Array
+    dataset_starts: tuple[int, ...] = ()
 
 
 def nearest_bucket(height: int, width: int, choices: Sequence[Bucket]) -> int:

@@ -2,12 +2,21 @@
 
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from dataloader_svc import tables, top, verify
 from dataloader_svc.daemon import serve as serve_run
@@ -15,6 +24,7 @@ from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
 from dataloader_svc.plan import Planner
 from dataloader_svc.shards import expand
+from dataloader_svc.store import Store
 from shared.config import index_dir, load
 from shared.errors import ConfigError, DataError, MillstreamError, TooManyBadSamples
 from shared.telemetry import setup_logging
@@ -56,20 +66,27 @@ def serve(
 
 
 @app.command(epilog=EXIT_CODES)
-def index(config: Config, overrides: Overrides = None) -> None:
+def index(
+    config: Config,
+    overrides: Overrides = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=0, help="Shards at a time (0: loader.threads).")] = 0,
+) -> None:
     """Index the shards, and show what is in them, what is wrong with them, and what the buckets make of them.
 
-    Example: millstream-loader index --config run.yaml
+    A remote shard is read once, into loader.cache_dir where that is set.
+
+    Example: millstream-loader index --config run.yaml --jobs 8
     """
     _log_to_stderr("WARNING")
     run = load(config, overrides or ())
-    shards = expand(run.data.datasets, run.data.missing_shards)
-    columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    store, folder = Store.of(run.loader), index_dir(run)
+    shards = expand(run.data.datasets, run.data.missing_shards, store)
+    columns = (TextColumn("indexing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("indexing", total=len(shards))
-        folder, jobs = index_dir(run), run.loader.threads
-        report = build(shards, run.data, folder, jobs, lambda done, of: progress.update(bar, completed=done, total=of))
-    found = Index.open(shards, run.data, folder)
+        bar = progress.add_task("indexing", total=None)
+        show = partial(_show, progress, bar)
+        report = build(shards, run.data, folder, jobs or run.loader.threads, show, store)
+    found = Index.open(shards, run.data, folder, store)
     tables.show_index(Console(), found, report, Planner(run.data, found).summary(0))
 
 
@@ -98,8 +115,9 @@ def verify_logs(
     """
     _log_to_stderr("WARNING")
     run = load(config, overrides or ())
-    shards = expand(run.data.datasets, run.data.missing_shards)
-    planner = Planner(run.data, Index.open(shards, run.data, index_dir(run)))
+    store = Store.of(run.loader)
+    shards = expand(run.data.datasets, run.data.missing_shards, store)
+    planner = Planner(run.data, Index.open(shards, run.data, index_dir(run), store))
     report = verify.check(planner, run.data, verify.read_logs(consumed))
     tables.show_verdict(Console(), report)
     if not report.clean:
@@ -122,6 +140,10 @@ def exit_code(error: MillstreamError) -> int:
     """The process's exit code for an error; see EXIT_CODES."""
     codes = ((TooManyBadSamples, 4), (ConfigError, 2), (DataError, 3))
     return next((code for kind, code in codes if isinstance(error, kind)), UNEXPECTED)
+
+
+def _show(progress: Progress, bar: TaskID, done: int, of: int) -> None:
+    progress.update(bar, completed=done, total=of)
 
 
 def _log_to_stderr(level: str) -> None:

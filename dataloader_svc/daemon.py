@@ -23,6 +23,7 @@ from dataloader_svc.quarantine import Quarantine
 from dataloader_svc.server import Listener
 from dataloader_svc.service import Service
 from dataloader_svc.shards import Shard, expand
+from dataloader_svc.store import Store
 from dataloader_svc.tasks import Setup
 from shared import slots
 from shared.batch import batch_spec, groups
@@ -111,9 +112,10 @@ def load_data(config: RunConfig) -> tuple[tuple[Shard, ...], Index, Quarantine, 
     """
     started = time.monotonic()
     data, folder = config.data, index_dir(config)
-    shards = expand(data.datasets, data.missing_shards)
-    report = build(shards, data, folder, config.loader.threads)
-    index = Index.open(shards, data, folder)
+    store = Store.of(config.loader)
+    shards = expand(data.datasets, data.missing_shards, store)
+    report = build(shards, data, folder, config.loader.threads, store=store)
+    index = Index.open(shards, data, folder, store)
     metrics.SHARDS.set(len(shards))
     metrics.INDEX_SECONDS.set(time.monotonic() - started)
     log.info("%d shards (%d indexed anew): %d samples, %d good", len(shards), report.built, report.samples, report.good)
@@ -121,6 +123,9 @@ def load_data(config: RunConfig) -> tuple[tuple[Shard, ...], Index, Quarantine, 
     quarantine.record_index((p.reason, f"{p.shard} {p.key} {p.detail}") for p in index.problems())
     planner = Planner(data, index)
     summary = planner.summary(0)
+    for share in summary.shares:
+        metrics.DATASET_SHARE.labels(share.dataset, "asked").set(share.asked)
+        metrics.DATASET_SHARE.labels(share.dataset, "served").set(share.served)
     metrics.PADDING.labels("naive").set(summary.padding_naive)
     metrics.PADDING.labels("bucketed").set(summary.padding_bucketed)
     shares = 100 * summary.padding_bucketed, 100 * summary.padding_naive

@@ -8,6 +8,7 @@ payload is written, because slots are used again.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,11 +19,11 @@ from numpy.typing import NDArray
 from dataloader_svc import text
 from dataloader_svc.bucket import clip_tokens
 from dataloader_svc.decode import Decoder, Pixels
-from dataloader_svc.index import Index, Row
-from dataloader_svc.shards import Reader
+from dataloader_svc.index import Index
+from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Task, Timings, Verdict
 from shared.batch import BatchSpec, Group, audio_tokens, batch_spec, groups
-from shared.errors import SampleError, ShardError
+from shared.errors import SampleError
 from shared.sections import DataSection
 
 CHECKSUM_BITS = 63
@@ -67,7 +68,10 @@ class Filler:
     def fill(self, task: Task, payload: NDArray[np.uint8], announce: Announce) -> Done:
         """Write the task's micro-batch into `payload` (uint8, at least the group's size) and report.
 
-        `announce(sample_id)` is called before each decode of a careful task.
+        `announce(sample_id)` is called before each decode of a careful task, and while storage keeps a read waiting.
+
+        Raises:
+            ShardError: a shard cannot be read. A stand-in would change the batch, so the task fails as a whole.
         """
         run = _Run(task, announce)
         kept = list(self._kept(run, self._groups[task.group]))
@@ -78,7 +82,9 @@ class Filler:
         timings = Timings(run.read_s, run.decode_s, time.perf_counter() - started)
         ids = tuple(sample.sample_id for sample in kept)
         substituted = sum(1 for i in ids if i not in task.sample_ids)
-        return Done(task.id, checksum, counts, ids, substituted, tuple(run.verdicts), timings, run.read_bytes)
+        report = Done(task.id, checksum, counts, ids, substituted, tuple(run.verdicts), timings, run.read_bytes)
+        retries, fetched_bytes = self._reader.store.tally.take()
+        return msgspec.structs.replace(report, retries=retries, fetched_bytes=fetched_bytes)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -124,24 +130,18 @@ class Filler:
             for sample_id in wanted:
                 run.announce(sample_id)
         started = time.perf_counter()
-        found = dict(zip(wanted, self._threads.map(self._read, wanted), strict=True))
+        found = dict(zip(wanted, self._threads.map(partial(self._read, run), wanted), strict=True))
         read = time.perf_counter()
-        good = {i: encoded for i, encoded in found.items() if isinstance(encoded, Encoded)}
-        decoded = dict(zip(good, self._decode(good, group), strict=True))
-        run.spent(read - started, time.perf_counter() - read, sum(e.size_bytes for e in good.values()))
+        decoded = dict(zip(found, self._decode(found, group), strict=True))
+        run.spent(read - started, time.perf_counter() - read, sum(e.size_bytes for e in found.values()))
         convicted = SampleError("decoder_crash", "the decoder process dies of it")
-        failed = {i: e for i, e in found.items() if isinstance(e, SampleError)}
-        return [decoded.get(i) or failed.get(i, convicted) for i in sample_ids]
+        return [decoded.get(i, convicted) for i in sample_ids]
 
-    def _read(self, sample_id: int) -> Encoded | SampleError:
-        row = self._index.row(sample_id)
-        try:
-            return Encoded(*(self._member(row, span) for span in (row.image, row.audio, row.text)))
-        except ShardError as error:
-            return SampleError("unreadable", str(error))
-
-    def _member(self, row: Row, span: tuple[int, int] | None) -> bytes:
-        return self._reader.read(row.shard, *span) if span else b""
+    def _read(self, run: "_Run", sample_id: int) -> Encoded:
+        """A sample's bytes; storage that fails is no fault of the sample's, so its ShardError ends the worker."""
+        row, waiting = self._index.row(sample_id), partial(run.announce, sample_id)
+        spans = (row.image, row.audio, row.text)
+        return Encoded(*(self._reader.read(row.shard, *span, waiting) if span else b"" for span in spans))
 
     def _decode(self, encoded: Mapping[int, Encoded], group: Group) -> list[Outcome]:
         """Every sample with all of its modalities, or the first verdict against it."""

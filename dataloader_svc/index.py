@@ -7,6 +7,9 @@ column: then the five that planning needs are held, 21 bytes a sample. A process
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ from dataloader_svc.bucket import Columns
 from dataloader_svc.index_file import Header, IndexFile, index_path, read
 from dataloader_svc.indexing import BuildReport, build, rules_digest
 from dataloader_svc.samples import REASONS
-from dataloader_svc.shards import Shard, fingerprint
+from dataloader_svc.shards import ASK_THREADS, Shard
+from dataloader_svc.sources import Fingerprint, is_remote
+from dataloader_svc.store import Store
 from dataloader_svc.text import Tokenizer
 from shared.errors import ShardError
 from shared.sections import DataSection
@@ -78,8 +83,17 @@ class Index:
         self._columns: Columns | None = None
 
     @classmethod
-    def open(cls, shards: Sequence[Shard], data: DataSection, index_dir: Path | None) -> "Index":
+    def open(
+        cls,
+        shards: Sequence[Shard],
+        data: DataSection,
+        index_dir: Path | None,
+        store: Store | None = None,
+        ask: bool = True,
+    ) -> "Index":
         """The index of `shards` in their order.
+
+        Without `ask` remote shards are not held against their index here: whoever reads them must, by `fingerprints`.
 
         Raises:
             ShardError: an index is missing, damaged, older than its shard, or built under other settings.
@@ -87,7 +101,9 @@ class Index:
         """
         tokenizer, rules = Tokenizer.load(data.text.tokenizer).digest, rules_digest(data)
         paths = [index_path(shard.path, index_dir) for shard in shards]
-        headers = [_fresh(s, p, rules, tokenizer) for s, p in zip(shards, paths, strict=True)]
+        fresh = partial(_fresh, store or Store(), rules, tokenizer, ask)
+        with ThreadPoolExecutor(ASK_THREADS, "ask") as pool:
+            headers = list(pool.map(fresh, shards, paths))
         return cls(shards, paths, headers, data)
 
     def __len__(self) -> int:
@@ -102,8 +118,22 @@ class Index:
         """
         with self._lock:
             if self._columns is None:
-                self._columns = _joined([_columns(self._read(n), self._data) for n in range(len(self.shards))])
+                parts = [_columns(self._read(n), self._data) for n in range(len(self.shards))]
+                self._columns = _joined(parts, self.dataset_starts)
             return self._columns
+
+    @property
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """What each shard was indexed as, by path."""
+        return {shard.path: header.fingerprint for shard, header in zip(self.shards, self._headers, strict=True)}
+
+    @property
+    def dataset_starts(self) -> tuple[int, ...]:
+        """The first sample id of each dataset, in the order of the data section, and len(self) at the end."""
+        counts = {dataset.name: 0 for dataset in self._data.datasets}
+        for shard, header in zip(self.shards, self._headers, strict=True):
+            counts[shard.dataset] += header.rows
+        return tuple(accumulate(counts.values(), initial=0))
 
     @property
     def height(self) -> Array:
@@ -188,7 +218,7 @@ class Index:
         return file
 
 
-def _fresh(shard: Shard, path: Path, rules: str, tokenizer: str) -> Header:
+def _fresh(store: Store, rules: str, tokenizer: str, ask: bool, shard: Shard, path: Path) -> Header:
     """The header of the shard's index file, if it can be trusted.
 
     Raises:
@@ -197,7 +227,7 @@ def _fresh(shard: Shard, path: Path, rules: str, tokenizer: str) -> Header:
     file, again = read(path), "run `millstream-loader index --config ...`"
     if file is None:
         raise ShardError(f"shard {shard.path} has no index at {path}; {again}")
-    if file.header.fingerprint != fingerprint(shard.path):
+    if (ask or not is_remote(shard.path)) and file.header.fingerprint != store.fingerprint(shard.path):
         raise ShardError(f"the index of {shard.path} is older than its tar; {again} again")
     if file.header.rules != rules:
         raise ShardError(f"the index of {shard.path} was built under other data limits; {again} again")
@@ -217,6 +247,7 @@ def _clip_samples(rows: Any, data: DataSection) -> Any:
     return -(-rows["frames"].astype(np.int64) * data.audio.rate_hz // np.maximum(rows["rate_hz"].astype(np.int64), 1))
 
 
-def _joined(parts: Sequence[Columns]) -> Columns:
-    fields = (f.name for f in msgspec.structs.fields(Columns))
-    return Columns(*(np.concatenate([getattr(part, field) for part in parts]) for field in fields))
+def _joined(parts: Sequence[Columns], dataset_starts: tuple[int, ...]) -> Columns:
+    fields = ("height", "width", "clip_samples", "text_tokens", "verdict")
+    arrays = {field: np.concatenate([getattr(part, field) for part in parts]) for field in fields}
+    return Columns(**arrays, dataset_starts=dataset_starts)

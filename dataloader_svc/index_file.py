@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataloader_svc.samples import REASONS
-from dataloader_svc.shards import INDEX_SUFFIX, Fingerprint
+from dataloader_svc.shards import INDEX_SUFFIX
+from dataloader_svc.sources import Fingerprint, is_remote
 from shared.errors import ShardError
 
 MAGIC = b"MILLIDX1"
@@ -92,11 +93,12 @@ def index_path(shard: str, index_dir: Path | None) -> Path:
         ShardError: the shard is remote and there is no `index_dir`.
     """
     if index_dir is None:
-        if "://" in shard:
+        if is_remote(shard):
             raise ShardError(f"{shard} is remote, so its index needs a folder; set loader.index_dir")
         return Path(shard + INDEX_SUFFIX)
-    where = shard if "://" in shard else str(Path(shard).absolute())
-    return index_dir / f"{hashlib.sha256(os.fsencode(where)).hexdigest()[:16]}-{Path(shard).name}{INDEX_SUFFIX}"
+    where = shard if is_remote(shard) else str(Path(shard).absolute())
+    name = Path(shard.partition("?")[0] if is_remote(shard) else shard).name
+    return index_dir / f"{hashlib.sha256(os.fsencode(where)).hexdigest()[:16]}-{name}{INDEX_SUFFIX}"
 
 
 def write(path: Path, header: Header, rows: npt.NDArray[Any], keys: bytes, problems: bytes) -> None:

@@ -16,6 +16,12 @@ PADDING = Gauge(
     ["kind"],
     registry=REGISTRY,
 )
+DATASET_SHARE = Gauge(
+    "loader_dataset_share",
+    "Share of the planned epoch's samples that a dataset has: asked by its weight, served as planned",
+    ["dataset", "kind"],
+    registry=REGISTRY,
+)
 SLOTS = Gauge("loader_slots", "Shared-memory slots by state", ["state"], registry=REGISTRY)
 CLIENTS = Gauge("loader_clients", "Readers with an open session", registry=REGISTRY)
 READER_LAG = Gauge(
@@ -30,6 +36,10 @@ SAMPLES = Counter("loader_samples", "Samples, images and clips put into slots", 
 QUARANTINED = Counter("loader_samples_quarantined", "Verdicts against samples", ["reason"], registry=REGISTRY)
 SUBSTITUTED = Counter("loader_samples_substituted", "Bad samples replaced by a spare", registry=REGISTRY)
 READ_BYTES = Counter("loader_read_bytes", "Bytes of members read from shards", registry=REGISTRY)
+FETCHED_BYTES = Counter(
+    "loader_fetched_bytes", "Bytes that decode workers fetched from remote storage", registry=REGISTRY
+)
+READ_RETRIES = Counter("loader_read_retries", "Remote reads of decode workers that were tried again", registry=REGISTRY)
 WORKER_RESTARTS = Counter("loader_worker_restarts", "Decode workers started again", ["cause"], registry=REGISTRY)
 REJECTED = Counter("loader_messages_rejected", "Frames and greetings refused", ["reason"], registry=REGISTRY)
 STAGE_SECONDS = Histogram(

@@ -1,14 +1,13 @@
 """Which samples, in which order, in which micro-batch of which rank: a pure function of (data section, index, epoch).
 
-An epoch: good samples are shuffled; within each group consecutive ones are packed into micro-batches (packs) by
-next-fit; `round` packs of one group form a round; rounds are shuffled; micro_batches/round rounds form a step. What is
-left at the end of a group or of the epoch is completed (`leftovers: pad`: a short round by halving its packs, then by
-empty ones; a short step by empty rounds) or dropped and counted (`drop`).
+An epoch: good samples are shuffled, or drawn and mixed as weights say (`mixture`); within each group consecutive ones
+are packed into micro-batches (packs) by next-fit; `round` packs of one group form a round; rounds are shuffled (in a
+mixture spread evenly, so that repeats stay apart); micro_batches/round rounds form a step. What is left at the end of a
+group or of the epoch is completed (`leftovers: pad`: a short round by halving its packs, then by empty ones; a short
+step by empty rounds) or dropped and counted (`drop`).
 
 Rank r of D reads, as its micro-batch m, pack `rho * round + k * D + r` of the step, with rho, k = divmod(m, round / D):
 so the global batch never depends on D, and at every micro-step all ranks hold one shape.
-
-Shuffles are argsorts of a counter hash (splitmix64), not a generator's stream, so they are the same for ever.
 """
 
 import hashlib
@@ -17,9 +16,10 @@ from collections import OrderedDict
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from dataloader_svc import mixture
 from dataloader_svc.bucket import Array, Facts, assign, padding_share, sample_tokens
+from dataloader_svc.hashing import mix64, shuffled
 from shared.batch import Cursor, Group, groups
 from shared.errors import ConfigError, ProtocolError
 from shared.sections import DataSection
@@ -49,6 +49,16 @@ class Pack(msgspec.Struct, frozen=True):
     spares: tuple[int, ...]
 
 
+class DatasetShare(msgspec.Struct, frozen=True):
+    """One dataset's part of an epoch: its `good` samples, the share asked for, the one served, in `samples` entries."""
+
+    dataset: str
+    good: int
+    samples: int
+    asked: float
+    served: float
+
+
 class PlanSummary(msgspec.Struct, frozen=True):
     """One epoch in numbers. Padding shares are as `bucket.padding_share` defines them."""
 
@@ -61,6 +71,7 @@ class PlanSummary(msgspec.Struct, frozen=True):
     padding_naive: float
     padding_bucketed: float
     samples_per_group: dict[str, int]
+    shares: tuple[DatasetShare, ...]
 
 
 class EpochPlan(msgspec.Struct, frozen=True):
@@ -82,27 +93,10 @@ class EpochPlan(msgspec.Struct, frozen=True):
         sizes: Array = np.diff(self.starts)[self.rounds[self.rounds != EMPTY]]
         return sizes
 
-
-def mix64(*words: int | Array) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of the words, element by element: splitmix64's finaliser chained over them.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-    """
-    with np.errstate(over="ignore"):
-        state = np.zeros(1, np.uint64)
-        for word in words:
-            value = np.uint64(word & (2**64 - 1)) if isinstance(word, int) else word.astype(np.uint64)
-            state = (state ^ value) + np.uint64(0x9E3779B97F4A7C15)
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
-        return state
-
-
-def shuffled(ids: Array, *words: int) -> Array:
-    """`ids` in the order of their hashes."""
-    order: Array = ids[np.argsort(mix64(*words, ids), kind="stable")]
-    return order
+    def chosen(self) -> Array:
+        """Which of `ids` are in packs that are used: all, but for dropped leftovers. bool."""
+        per_pack = np.diff(self.starts)
+        return np.isin(np.repeat(np.arange(len(per_pack)), per_pack), self.rounds[self.rounds != EMPTY])
 
 
 def pack_starts(tokens: Array, most_tokens: int, most_samples: int) -> Array:
@@ -135,7 +129,7 @@ def spread(starts: Array, width: int) -> Array:
 
 def build_epoch(data: DataSection, facts: Facts, group_of: Array, epoch: int) -> EpochPlan:
     """The whole order of one epoch. `group_of` [I] is what `bucket.assign` gives."""
-    order = shuffled(np.flatnonzero(group_of >= 0), SAMPLES, data.seed, epoch)
+    order = _drawn(data, facts, group_of, epoch)
     order = order[np.argsort(group_of[order], kind="stable")]
     bounds = np.searchsorted(group_of[order], np.arange(len(table := groups(data)) + 1))
     starts, blocks, block_group, members = [np.zeros(1, np.int64)], [], [], {}
@@ -155,6 +149,21 @@ def build_epoch(data: DataSection, facts: Facts, group_of: Array, epoch: int) ->
     return EpochPlan(order, all_starts, labels, rounds, round_group, members)
 
 
+def _drawn(data: DataSection, facts: Facts, group_of: Array, epoch: int) -> Array:
+    """Ids of the epoch's samples in shuffled order; in a mixture an id may stand there several times, or not at all."""
+    good = np.flatnonzero(group_of >= 0)
+    if not mixture.weighted(data.datasets):
+        return shuffled(good, SAMPLES, data.seed, epoch)
+    parts = _per_dataset(facts, good)
+    quotas = mixture.quotas(data.datasets, [len(part) for part in parts])
+    return mixture.draw(list(zip(quotas, parts, strict=True)), data.seed, epoch)
+
+
+def _per_dataset(facts: Facts, ids: Array) -> list[Array]:
+    """Ascending ids, cut where datasets begin."""
+    return np.split(ids, np.searchsorted(ids, facts.dataset_starts[1:-1]))
+
+
 def _group_starts(ids: Array, group: Group, data: DataSection, facts: Facts) -> Array:
     tokens = sample_tokens(group, facts.clip_samples[ids], facts.text_tokens[ids], data.audio)
     if (longest := int(tokens.max())) > group.tokens:
@@ -172,9 +181,12 @@ def _whole(packs: Array, width: int, leftovers: str) -> Array:
 
 
 def _steps(blocks: list[Array], block_group: list[Array], data: DataSection, epoch: int) -> tuple[Array, Array]:
-    """All rounds shuffled, in whole steps: the last is completed with empty rounds of the last real one's group."""
+    """All rounds in order, in whole steps: the last is completed with empty rounds of the last real one's group."""
     rounds, group = np.concatenate(blocks), np.concatenate(block_group)
-    order = shuffled(np.arange(len(rounds)), ROUNDS, data.seed, epoch)
+    if mixture.weighted(data.datasets):
+        order = mixture.spread_rounds(group, data.seed, epoch)
+    else:
+        order = shuffled(np.arange(len(rounds)), ROUNDS, data.seed, epoch)
     rounds, group = rounds[order], group[order]
     per_step = data.batch.micro_batches // data.batch.round
     if data.batch.leftovers == "drop":
@@ -260,16 +272,32 @@ class Planner:
     def summary(self, epoch: int) -> PlanSummary:
         """One epoch in numbers: for tables and the simulator."""
         plan = self._plan(epoch)
-        used, per_pack = plan.rounds[plan.rounds != EMPTY], np.diff(plan.starts)
-        chosen = np.isin(np.repeat(np.arange(len(per_pack)), per_pack), used)
-        ids = shuffled(plan.ids[chosen], SAMPLES, self._data.seed, epoch)
+        ids = shuffled(plan.ids[plan.chosen()], SAMPLES, self._data.seed, epoch)
         group_of = self._group_of[ids]
         share = padding_share(self._index, group_of, ids, plan.sizes(), plan.rounds.size, self._data)
         found, counts = np.unique(group_of, return_counts=True)
         names = {self._groups[g].name: int(n) for g, n in zip(found.tolist(), counts.tolist(), strict=True)}
-        empty, dropped = plan.rounds.size - len(used), len(plan.ids) - len(ids)
-        steps = self.steps(epoch)
-        return PlanSummary(epoch, steps, plan.rounds.size, empty, len(ids), dropped, share.naive, share.bucketed, names)
+        empty, dropped = int((plan.rounds == EMPTY).sum()), len(plan.ids) - len(ids)
+        sizes = (self.steps(epoch), plan.rounds.size, empty, len(ids), dropped)
+        return PlanSummary(epoch, *sizes, share.naive, share.bucketed, names, self._shares(np.sort(ids)))
+
+    def times(self, epoch: int) -> Array:
+        """How often each sample stands in the epoch. int64 [I]."""
+        plan = self._plan(epoch)
+        return np.bincount(plan.ids[plan.chosen()], minlength=len(self._group_of))
+
+    def _shares(self, ids: Array) -> tuple[DatasetShare, ...]:
+        """`ids` are the epoch's, ascending."""
+        datasets = self._data.datasets
+        good = [len(part) for part in _per_dataset(self._index, np.flatnonzero(self._group_of >= 0))]
+        if len(good) != len(datasets):
+            return ()
+        asked = [quota.asked for quota in mixture.quotas(datasets, good)]
+        served = [len(part) for part in _per_dataset(self._index, ids)]
+        return tuple(
+            DatasetShare(dataset.name, count, n, share, n / max(1, len(ids)))
+            for dataset, count, n, share in zip(datasets, good, served, asked, strict=True)
+        )
 
     def _plan(self, epoch: int) -> EpochPlan:
         with self._lock:
@@ -281,7 +309,7 @@ class Planner:
             return self._plans[epoch]
 
     def _build(self, epoch: int) -> EpochPlan:
-        batch, good = self._data.batch, int((self._group_of >= 0).sum())
+        batch, good = self._data.batch, self._entries()
         least, remedy = batch.micro_batches, "lower it, or add data"
         if good < least:
             rule = f"must not exceed the good samples, {good}: one global batch needs a sample a micro-batch"
@@ -291,6 +319,14 @@ class Planner:
             rule = f"makes no whole global batch of {good} good samples in {len(plan.starts) - 1} micro-batches"
             raise ConfigError("data.batch.micro_batches", least, rule, "lower it, or set data.batch.leftovers: pad")
         return plan
+
+    def _entries(self) -> int:
+        """How many samples an epoch holds, counted as often as they come."""
+        good = np.flatnonzero(self._group_of >= 0)
+        if not mixture.weighted(self._data.datasets):
+            return len(good)
+        counts = [len(part) for part in _per_dataset(self._index, good)]
+        return sum(quota.entries for quota in mixture.quotas(self._data.datasets, counts))
 
     def _spares(self, plan: EpochPlan, cursor: Cursor, place: int, group: int, ids: tuple[int, ...]) -> tuple[int, ...]:
         members, seed = plan.members[group], self._data.seed

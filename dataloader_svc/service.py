@@ -300,4 +300,6 @@ def _count(done: Done, group: str) -> None:
         metrics.STAGE_SECONDS.labels(stage).observe(seconds)
     metrics.BATCHES_FILLED.labels(group).inc()
     metrics.READ_BYTES.inc(done.read_bytes)
+    metrics.FETCHED_BYTES.inc(done.fetched_bytes)
+    metrics.READ_RETRIES.inc(done.retries)
     metrics.SUBSTITUTED.inc(done.substituted)

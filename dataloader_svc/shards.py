@@ -1,31 +1,31 @@
-"""The one door to tar files and remote storage: naming shards, walking them, reading bytes by offset.
+"""The one door to tar files: naming shards and walking them.
 
-A shard is a plain (uncompressed) tar. `scan` walks its headers and never trusts them: payloads that run past the end
+A shard is a plain (uncompressed) tar. `walk` walks its headers and never trusts them: payloads that run past the end
 of the file, links, unsafe names and damaged headers are reported, not raised, so that one bad shard costs only what
 is bad in it. Member names are labels here and everywhere; nothing is ever written under them.
 """
 
 import glob
-import hashlib
-import os
 import tarfile
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import Literal
 
 import braceexpand
-import fsspec
 import msgspec
 
+from dataloader_svc.sources import Source, is_remote
+from dataloader_svc.store import Store
 from shared.errors import ConfigError, ShardError
 from shared.sections import DatasetSection
 from shared.telemetry import logger
 
 INDEX_SUFFIX = ".millstream-idx"
+ASK_THREADS = 16
 BLOCK = tarfile.BLOCKSIZE
-EDGE_BYTES = 4096
 MAX_EXTENSION_BYTES = 1 << 20
 MAX_DIGITS = 19
 
@@ -57,33 +57,31 @@ class ScanProblem(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
-    """What tells one version of a shard from another; `edges` hashes its first and last 4 KiB."""
-
-    size: int
-    mtime_ns: int
-    edges: str
-
-
 # --- naming -----------------------------------------------------------------------------------------------------------
 
 
-def expand(datasets: Sequence[DatasetSection], missing: Literal["fail", "skip"]) -> tuple[Shard, ...]:
+def expand(
+    datasets: Sequence[DatasetSection], missing: Literal["fail", "skip"], store: Store | None = None
+) -> tuple[Shard, ...]:
     """Every shard the patterns name: datasets in their order, paths sorted within each, no path twice in one.
 
-    A pattern is a path, a glob, a brace list such as `part-{000..009}.tar`, or `@file` with one pattern a line.
+    A pattern is a path or URL, a glob, a brace list such as `part-{000..009}.tar`, or `@file` with one pattern a line.
+    Storage without listings (http) takes no glob.
 
     Raises:
         ShardError: shards are missing or empty and `missing` is 'fail' (the text lists all of them), or none is left.
-        ConfigError: a pattern's braces do not balance.
+        ConfigError: a pattern's braces do not balance, or it is a glob over http.
     """
-    shards: list[Shard] = []
-    absent: list[str] = []
-    for dataset in datasets:
-        for path in sorted({p for pattern in dataset.shards for p in _paths(pattern)}):
-            trouble = _trouble(path)
-            absent += [f"{path} ({trouble})"] if trouble else []
-            shards += [] if trouble else [Shard(dataset.name, path)]
+    store = store or Store()
+    named = [
+        Shard(dataset.name, path)
+        for dataset in datasets
+        for path in sorted({p for pattern in dataset.shards for p in _paths(pattern, store)})
+    ]
+    with ThreadPoolExecutor(ASK_THREADS, "ask") as pool:
+        troubles = list(pool.map(partial(_trouble, store), (shard.path for shard in named)))
+    shards = [shard for shard, trouble in zip(named, troubles, strict=True) if not trouble]
+    absent = [f"{shard.path} ({trouble})" for shard, trouble in zip(named, troubles, strict=True) if trouble]
     if absent and missing == "fail":
         remedy = "restore them, or set data.missing_shards: skip"
         raise ShardError(f"{len(absent)} shards cannot be read: {', '.join(absent)}; {remedy}")
@@ -94,9 +92,9 @@ def expand(datasets: Sequence[DatasetSection], missing: Literal["fail", "skip"])
     return tuple(shards)
 
 
-def _paths(pattern: str) -> Iterator[str]:
+def _paths(pattern: str, store: Store) -> Iterator[str]:
     if pattern.startswith("@"):
-        yield from _listed(Path(pattern[1:]))
+        yield from _listed(pattern[1:], store)
         return
     try:
         plain = list(braceexpand.braceexpand(pattern))
@@ -104,150 +102,57 @@ def _paths(pattern: str) -> Iterator[str]:
         rule = "has braces that do not balance"
         raise ConfigError("data.datasets.shards", pattern, rule, "write {000..009} or {a,b}") from None
     for path in plain:
-        found = [] if "://" in path or Path(path).exists() else glob.glob(path, recursive=True)  # noqa: PTH207
-        yield from [p for p in found if not p.endswith(INDEX_SUFFIX)] or [path]
+        yield from [p for p in _globbed(path, store) if not p.endswith(INDEX_SUFFIX)] or [path]
 
 
-def _listed(path: Path) -> Iterator[str]:
+def _globbed(path: str, store: Store) -> list[str]:
+    if not is_remote(path):
+        return [] if Path(path).exists() else glob.glob(path, recursive=True)  # noqa: PTH207
+    if "*" not in path:
+        return []
+    if path.startswith(("http://", "https://")):
+        rule = "is a glob, and http has no listings"
+        raise ConfigError("data.datasets.shards", path, rule, "write a brace list, such as part-{000..009}.tar")
+    return store.glob(path)
+
+
+def _listed(path: str, store: Store) -> Iterator[str]:
+    """Patterns of a list file; relative ones are relative to it."""
+    folder, slash, _ = path.rpartition("/")
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = store.text(path).splitlines()
+    except (ShardError, UnicodeDecodeError) as error:
         raise ShardError(f"shard list {path} cannot be read ({error}); give a text file, one pattern a line") from None
     for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
         if line.startswith("@"):
             raise ConfigError("data.datasets.shards", line, f"stands inside {path}", "list patterns only, no @file")
-        yield from _paths(line if "://" in line else str(path.parent / line))
+        yield from _paths(line if is_remote(line) or line.startswith("/") else folder + slash + line, store)
 
 
-def _trouble(path: str) -> str:
-    if Path(path).is_dir():
+def _trouble(store: Store, path: str) -> str:
+    if not is_remote(path) and Path(path).is_dir():
         return "a folder; name the tars in it"
     try:
-        source = _open(path)
+        with closing(store.open(path)) as source:
+            return "" if source.size else "zero bytes"
     except ShardError as error:
-        return str(error) if "://" in path or Path(path).exists() else "missing"
-    source.close()
-    return "" if source.size else "zero bytes"
-
-
-# --- bytes ------------------------------------------------------------------------------------------------------------
-
-
-class Source(Protocol):
-    """An open shard. `read` may return less than asked at the end of the file."""
-
-    size: int
-    mtime_ns: int
-
-    def read(self, offset: int, size: int) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
-class _Local:
-    """A local file, read without moving a shared position. Closed when the last reader lets go of it."""
-
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        stat = os.fstat(self._fd)
-        self.size, self.mtime_ns = stat.st_size, stat.st_mtime_ns
-
-    def read(self, offset: int, size: int) -> bytes:
-        data = os.pread(self._fd, size, offset)
-        while 0 < len(data) < size and (more := os.pread(self._fd, size - len(data), offset + len(data))):
-            data += more
-        return data
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.close()
-
-
-class _Remote:
-    """A file behind a URL; one reader at a time."""
-
-    def __init__(self, url: str) -> None:
-        file: BinaryIO = fsspec.open(url, "rb").open()
-        self._file, self._lock = file, threading.Lock()
-        self.size, self.mtime_ns = file.seek(0, os.SEEK_END), 0
-
-    def read(self, offset: int, size: int) -> bytes:
-        with self._lock:
-            self._file.seek(offset)
-            return self._file.read(size)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _open(path: str) -> Source:
-    try:
-        return _Remote(path) if "://" in path else _Local(path)
-    except (OSError, ImportError, ValueError) as error:
-        raise ShardError(
-            f"shard {path} cannot be opened ({error}); restore it or take it out of data.datasets"
-        ) from None
-
-
-class Reader:
-    """Positioned reads from many shards through at most `max_open` open files. Safe to share between threads."""
-
-    def __init__(self, max_open: int = 64) -> None:
-        self._max_open, self._lock = max_open, threading.Lock()
-        self._sources: OrderedDict[str, Source] = OrderedDict()
-
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        """`size` bytes of the shard at `offset`.
-
-        Raises:
-            ShardError: the shard cannot be opened or read, or ends before.
-        """
-        try:
-            data = self._source(path).read(offset, size)
-        except OSError as error:
-            raise ShardError(f"shard {path} cannot be read at {offset} ({error}); check its storage") from None
-        if len(data) != size:
-            raise ShardError(f"shard {path} ends at {offset + len(data)}, before {offset + size}; index it again")
-        return data
-
-    def close(self) -> None:
-        """Let go of every file."""
-        with self._lock:
-            self._sources.clear()
-
-    def _source(self, path: str) -> Source:
-        with self._lock:
-            if path not in self._sources:
-                self._sources[path] = _open(path)
-            self._sources.move_to_end(path)
-            if len(self._sources) > self._max_open:
-                self._sources.popitem(last=False)
-            return self._sources[path]
-
-
-def fingerprint(path: str) -> Fingerprint:
-    """Size, modification time and a hash of both ends: cheap, and different for any rewritten shard.
-
-    Raises:
-        ShardError: the shard cannot be opened.
-    """
-    source = _open(path)
-    try:
-        edges = source.read(0, EDGE_BYTES) + source.read(max(0, source.size - EDGE_BYTES), EDGE_BYTES)
-        return Fingerprint(source.size, source.mtime_ns, hashlib.blake2b(edges, digest_size=16).hexdigest())
-    finally:
-        source.close()
+        return str(error) if is_remote(path) or Path(path).exists() else "missing"
 
 
 # --- the tar walk -----------------------------------------------------------------------------------------------------
 
 
-def scan(path: str) -> Iterator[Member | ScanProblem]:
+def scan(path: str, store: Store | None = None) -> Iterator[Member | ScanProblem]:
+    """`walk` over a shard by name.
+
+    Raises:
+        ShardError: the shard cannot be opened or read.
+    """
+    with closing((store or Store()).stream(path)) as source:
+        yield from walk(source)
+
+
+def walk(source: Source) -> Iterator[Member | ScanProblem]:
     """Members in the order of the tar, directories left out; then at most one problem, which ends the walk.
 
     Understands ustar, GNU long names and PAX records. Reasons of problems: `truncated_tail`, `bad_header`,
@@ -255,18 +160,8 @@ def scan(path: str) -> Iterator[Member | ScanProblem]:
     `special_member`.
 
     Raises:
-        ShardError: the shard cannot be opened or read.
+        ShardError: the shard cannot be read.
     """
-    source = _open(path)
-    try:
-        yield from _walk(source)
-    except OSError as error:
-        raise ShardError(f"shard {path} cannot be read ({error}); check its storage") from None
-    finally:
-        source.close()
-
-
-def _walk(source: Source) -> Iterator[Member | ScanProblem]:
     offset, members = 0, 0
     extra: dict[str, str] = {}
     while isinstance(head := _header(source, offset, members), tarfile.TarInfo):

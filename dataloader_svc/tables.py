@@ -27,6 +27,8 @@ def show_index(console: Console, index: Index, report: BuildReport, plan: PlanSu
     if problems := _problems(index):
         console.print(problems)
     console.print(_buckets(plan))
+    if len(plan.shares) > 1:
+        console.print(_mixture(plan))
     naive, bucketed = f"{plan.padding_naive:.1%}", f"{plan.padding_bucketed:.1%}"
     console.print(
         f"Epoch 0: {plan.steps} steps of {plan.packs // max(1, plan.steps)} micro-batches, {plan.samples} samples."
@@ -74,6 +76,16 @@ def _buckets(plan: PlanSummary) -> Table:
     most = max(plan.samples_per_group.values(), default=1)
     for name, count in plan.samples_per_group.items():
         table.add_row(name, f"{count:,}", bar(count / most))
+    return table
+
+
+def _mixture(plan: PlanSummary) -> Table:
+    columns = ("dataset", "good samples", "in an epoch", "times each", "share asked", "share served")
+    table = Table(*columns, title="Datasets of an epoch", title_justify="left")
+    for share in plan.shares:
+        times = f"{share.samples / max(1, share.good):.2f}"
+        shares = f"{share.asked:.1%}", f"{share.served:.1%}"
+        table.add_row(share.dataset, f"{share.good:,}", f"{share.samples:,}", times, *shares)
     return table
 
 

@@ -59,21 +59,27 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> daemon: it cannot start. `setting` is (name, value, rule, remedy), or empty when `text` tells all."""
+    """Worker -> daemon: it cannot start, or (storage) not go on.
+
+    `setting` is (name, value, rule, remedy), or empty when `text` tells all.
+    """
 
     text: str
     setting: tuple[str, ...] = ()
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> daemon: this sample's decode begins (careful tasks only)."""
+    """Worker -> daemon: this sample's decode begins (careful tasks only), or storage keeps its read waiting."""
 
     task: int
     sample_id: int
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> daemon: the slot is filled. `counts` are samples, images, clips, tokens, label tokens."""
+    """Worker -> daemon: the slot is filled. `counts` are samples, images, clips, tokens, label tokens.
+
+    `retries` and `fetched_bytes` tell of remote storage: reads tried again, and bytes not found in the cache.
+    """
 
     task: int
     checksum: int
@@ -83,6 +89,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     verdicts: tuple[Verdict, ...]
     timings: Timings
     read_bytes: int
+    retries: int = 0
+    fetched_bytes: int = 0
 
 
 Report = Ready | Refused | Progress | Done

@@ -88,8 +88,8 @@ def _verdict(
     places = [(epoch, step, place) for epoch, step in steps for place in range(data.batch.micro_batches)]
     missing = [place for place in places if place not in packs]
     lost = sum(len(_at(planner, place).sample_ids) for place in missing)
-    again = sum(count - 1 for epoch in {e for e, _ in steps} for count in _delivered(packs, epoch).values())
-    left_out = sum(len(set(pack.sample_ids) - set(line.sample_ids)) for pack, line in packs.values())
+    again = sum(_too_often(planner, packs, epoch) for epoch in {e for e, _ in steps})
+    left_out = sum((Counter(pack.sample_ids) - Counter(line.sample_ids)).total() for pack, line in packs.values())
     samples = sum(len(line.sample_ids) for _, line in packs.values())
     substituted = sum(line.substituted for _, line in packs.values())
     counts = (len(missing), repeated, unknown, lost, again, left_out, substituted)
@@ -109,10 +109,9 @@ def _planned(planner: Planner, line: Consumed) -> Pack | None:
 
 def _fits(line: Consumed, pack: Pack) -> bool:
     """Whether a log line can be of this pack: planned samples, and as many of its spares as it says."""
-    strangers = set(line.sample_ids) - set(pack.sample_ids)
-    once = len(set(line.sample_ids)) == len(line.sample_ids)
+    strangers = Counter(line.sample_ids) - Counter(pack.sample_ids)
     return (
-        pack.batch_id == line.batch_id and once and strangers <= set(pack.spares) and len(strangers) == line.substituted
+        pack.batch_id == line.batch_id and strangers <= Counter(pack.spares) and strangers.total() == line.substituted
     )
 
 
@@ -139,11 +138,16 @@ def _steps(planner: Planner, places: Iterable[Place]) -> Iterator[tuple[int, int
         at = (epoch, step + 1) if step + 1 < planner.steps(epoch) else (epoch + 1, 0)
 
 
-def _delivered(packs: dict[Place, tuple[Pack, Consumed]], epoch: int) -> Counter[int]:
-    """How often each planned sample was consumed in its own place within `epoch`; stand-ins are no repetition."""
+def _too_often(planner: Planner, packs: dict[Place, tuple[Pack, Consumed]], epoch: int) -> int:
+    """How many samples were consumed in places of their own beyond the times the plan has them in `epoch`.
+
+    Stand-ins are no repetition, and neither are the repeats that a mixture plans.
+    """
     own = (
-        (set(pack.sample_ids) & set(line.sample_ids))
+        Counter(pack.sample_ids) & Counter(line.sample_ids)
         for (number, _, _), (pack, line) in packs.items()
         if number == epoch
     )
-    return Counter(sample_id for ids in own for sample_id in ids)
+    times = planner.times(epoch)
+    seen = Counter(sample_id for ids in own for sample_id in ids.elements())
+    return sum(max(0, count - int(times[sample_id])) for sample_id, count in seen.items())

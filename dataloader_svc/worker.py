@@ -22,7 +22,7 @@ import soundfile
 from dataloader_svc.decode import Decoder, check_device
 from dataloader_svc.fill import Filler
 from dataloader_svc.index import Index
-from dataloader_svc.shards import Reader
+from dataloader_svc.store import Reader, Store
 from dataloader_svc.tasks import PACKET_BYTES, Progress, Ready, Refused, Report, Setup, Task
 from shared.batch import Bucket
 from shared.errors import ConfigError, DataError, MillstreamError, SampleError
@@ -62,10 +62,13 @@ def _die_with_parent() -> None:
 
 def _serve(setup: Setup, channel: socket.socket) -> None:
     check_device(setup.loader)
-    index = Index.open(setup.shards, setup.data, Path(setup.index_dir) if setup.index_dir else None)
+    store = Store.of(setup.loader)
+    folder = Path(setup.index_dir) if setup.index_dir else None
+    index = Index.open(setup.shards, setup.data, folder, store, ask=False)
+    reader = Reader(store, expected=index.fingerprints)
     segment = Segment.attach(setup.segment, setup.slots, setup.slot_bytes)
     decoder = Decoder(setup.data, setup.loader)
-    filler = Filler(setup.data, index, Reader(), decoder, setup.loader.threads)
+    filler = Filler(setup.data, index, reader, decoder, setup.loader.threads)
     warm_up(decoder)
     _send(channel, Ready())
     while packet := channel.recv(PACKET_BYTES):

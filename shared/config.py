@@ -6,6 +6,7 @@ daemon and trainer compare.
 
 import difflib
 import hashlib
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -107,8 +108,10 @@ def _place(config: RunConfig, base: Path) -> RunConfig:
     datasets = tuple(replace(d, shards=tuple(_based(s, base) for s in d.shards)) for d in config.data.datasets)
     tokenizer = config.data.text.tokenizer
     text = replace(config.data.text, tokenizer=tokenizer if tokenizer == "bytes" else _based(tokenizer, base))
-    loader = replace(config.loader, index_dir=config.loader.index_dir and _based(config.loader.index_dir, base))
-    train = replace(config.train, run_dir=_based(config.train.run_dir, base))
+    folders = {name: getattr(config.loader, name) for name in ("index_dir", "cache_dir")}
+    loader = replace(config.loader, **{name: path and _based(path, base) for name, path in folders.items()})
+    init_from = config.train.init_from and _based(config.train.init_from, base)
+    train = replace(config.train, run_dir=_based(config.train.run_dir, base), init_from=init_from)
     return replace(config, data=replace(config.data, datasets=datasets, text=text), loader=loader, train=train)
 
 
@@ -139,6 +142,21 @@ def _check_job(config: RunConfig) -> None:
     _require(bool(config.data.datasets), "data.datasets", "[]", "must name at least one dataset", "add one")
     names = [d.name for d in config.data.datasets]
     _require(len(set(names)) == len(names), "data.datasets", names, "must have different names", "rename one")
+
+
+def _check_mixture(config: RunConfig) -> None:
+    sets = config.data.datasets
+    for dataset in sets:
+        name, weight, limit = f"data.datasets.{dataset.name}", dataset.weight, dataset.repeat_limit
+        ok = weight is None or (math.isfinite(weight) and weight > 0)
+        _require(ok, f"{name}.weight", weight, "must be above 0", "take the dataset out, or leave the weight out")
+        _require(limit is None or limit >= 1, f"{name}.repeat_limit", limit, "must be at least 1", "raise it")
+        rule = "has no effect without a weight: each sample then comes once an epoch"
+        _require(weight is not None or limit is None, f"{name}.repeat_limit", limit, rule, "set a weight or remove it")
+    total = sum(dataset.weight or 0.0 for dataset in sets)
+    ok = total < 1 or all(dataset.weight is not None for dataset in sets)
+    rule = "must be below 1 in all, because the datasets without a weight share the rest"
+    _require(ok, "data.datasets.weight", f"{total:g}", rule, "lower them, or give every dataset a weight")
 
 
 def _check_image(config: RunConfig) -> None:
@@ -206,9 +224,12 @@ def _check_mesh(config: RunConfig) -> None:
     _require(mesh.pipe == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.pipe=1")
 
 
+WAITS = (("heartbeat_s", "lease_s"), ("heartbeat_s", "drain_s"), ("drain_s", "grace_s"), ("read_s", "worker_s"))
+
+
 def _check_waits(config: RunConfig) -> None:
     loader = config.loader
-    for low, high in (("heartbeat_s", "lease_s"), ("heartbeat_s", "drain_s"), ("drain_s", "grace_s")):
+    for low, high in WAITS:
         rule = f"must be below loader.{high}, {getattr(loader, high):g}"
         ok = 0 < getattr(loader, low) < getattr(loader, high)
         _require(ok, f"loader.{low}", getattr(loader, low), rule, f"lower it or raise loader.{high}")
@@ -237,6 +258,7 @@ def _check_model(config: RunConfig) -> None:
 
 RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_job,
+    _check_mixture,
     _check_image,
     _check_audio,
     _check_batch,

@@ -15,10 +15,16 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DatasetSection(Section, frozen=True):
-    """One WebDataset: its name and its shards (paths, globs, brace lists, or @file with one a line)."""
+    """One WebDataset: its name and its shards (paths or URLs, globs, brace lists, or @file with one a line).
+
+    `weight` is its share of an epoch; without one, each of its samples comes once an epoch. Where every dataset has a
+    weight, only their ratios count. `repeat_limit` is how often a sample may come in one epoch.
+    """
 
     name: str
     shards: tuple[str, ...]
+    weight: float | None = None
+    repeat_limit: int | None = None
 
 
 class ImageSection(Section, frozen=True):
@@ -103,6 +109,9 @@ class LoaderSection(Section, frozen=True):
     max_streams: int = 2
     shm_dir: str = "/dev/shm"
     index_dir: str = ""
+    cache_dir: str = ""
+    cache_bytes: int = 1 << 34
+    read_s: float = 40.0
     metrics_port: int = 9100
     heartbeat_s: float = 1.0
     lease_s: float = 300.0
@@ -121,18 +130,35 @@ class MeshSection(Section, frozen=True):
     expert: int = 1
 
 
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
+"""Exact GELU, its tanh approximation, or x * sigmoid(1.702 x)."""
+
+
 class VisionSection(Section, frozen=True):
-    """Vision transformer. `grid` is the side of the learned position grid, resampled to each bucket."""
+    """Vision transformer. `grid` is the side of the learned position grid, resampled to each bucket.
+
+    CLIP's form: class_token and pre_norm (a norm before the first block) on, patch_bias off. SigLIP's: pixels half.
+    `pixels` names the per-channel normalisation: CLIP's constants, or mean and deviation 0.5.
+    """
 
     dim: int = 128
     depth: int = 3
     heads: int = 4
     mlp: int = 512
     grid: int = 8
+    class_token: bool = False
+    pre_norm: bool = False
+    patch_bias: bool = True
+    activation: Activation = "gelu"
+    norm_eps: float = 1e-5
+    pixels: Literal["clip", "half"] = "clip"
 
 
 class AudioEncoderSection(Section, frozen=True):
-    """Whisper-form audio encoder over `mels` log-mel bins; `stack` frames after the strided stem make a token."""
+    """Whisper-form audio encoder over `mels` log-mel bins; `stack` frames after the strided stem make a token.
+
+    Whisper's own weights: positions table (`places` stored rows, never trained) and key_bias off.
+    """
 
     dim: int = 128
     depth: int = 3
@@ -142,10 +168,17 @@ class AudioEncoderSection(Section, frozen=True):
     n_fft: int = 400
     hop: int = 160
     max_s: float = 30.0
+    positions: Literal["sinusoid", "table"] = "sinusoid"
+    places: int = 1500
+    key_bias: bool = True
+    activation: Activation = "gelu"
 
 
 class DecoderSection(Section, frozen=True):
-    """Llama-form decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm."""
+    """Llama-form decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm.
+
+    Qwen2's form: qkv_bias on. `tied`: the head shares the embedding's weight. `head_dim` 0 means dim / heads.
+    """
 
     vocab: int = 1024
     dim: int = 192
@@ -154,6 +187,15 @@ class DecoderSection(Section, frozen=True):
     kv_heads: int = 2
     mlp: int = 512
     rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    head_dim: int = 0
+    qkv_bias: bool = False
+    tied: bool = False
+
+    @property
+    def head_size(self) -> int:
+        """Values of one attention head."""
+        return self.head_dim or self.dim // self.heads
 
 
 class ModelSection(Section, frozen=True):
@@ -177,7 +219,7 @@ class OptimSection(Section, frozen=True):
 
 
 class TrainSection(Section, frozen=True):
-    """The training run."""
+    """The training run. `init_from` is a safetensors file in this model's names that step 0 starts from."""
 
     steps: int = 100
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -185,6 +227,7 @@ class TrainSection(Section, frozen=True):
     zero_stage: int = 1
     seed: int = 0
     run_dir: str = "runs/{job}"
+    init_from: str = ""
     save_every: int = 0
     keep: int = 3
     log_every: int = 10

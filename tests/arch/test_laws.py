@@ -13,7 +13,7 @@ DOORS = {
     "simplejpeg": {"dataloader_svc/jpeg.py"},
     "tarfile": {"dataloader_svc/shards.py"},
     "webdataset": {"dataloader_svc/shards.py"},
-    "fsspec": {"dataloader_svc/shards.py"},
+    "fsspec": {"dataloader_svc/sources.py"},
     "deepspeed": {"trainer/engine.py"},
     "flash_attn": {"trainer/models/attention.py"},
     "torchaudio": {"trainer/audio_frontend.py"},

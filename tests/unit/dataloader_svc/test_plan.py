@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dataloader_svc.bucket import Columns, assign, sample_tokens
-from dataloader_svc.plan import SPARES, Pack, Planner, mix64, pack_starts, shuffled, spread
+from dataloader_svc.hashing import mix64, shuffled
+from dataloader_svc.plan import SPARES, Pack, Planner, pack_starts, spread
 from shared.batch import Cursor, groups
 from shared.errors import ConfigError, ProtocolError
 from shared.sections import AudioSection, BatchSection, DataSection, TextSection

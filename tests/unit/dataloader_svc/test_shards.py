@@ -10,7 +10,8 @@ import fsspec
 import pytest
 
 from dataloader_svc.samples import group
-from dataloader_svc.shards import Member, Reader, ScanProblem, Shard, expand, fingerprint, scan
+from dataloader_svc.shards import Member, ScanProblem, Shard, expand, scan
+from dataloader_svc.store import Reader, Store
 from shared.errors import ConfigError, ShardError
 from shared.sections import DatasetSection
 from tests.support.media import write_tar
@@ -244,7 +245,7 @@ def test_reader_reads_by_offset_from_many_threads_with_few_open_files(tmp_path: 
     for thread in threads:
         thread.join(30)
     assert wrong == []
-    assert len(reader._sources) <= 2
+    assert len(reader._files) <= 2
     open_files = [p for p in Path("/proc/self/fd").iterdir() if p.exists() and str(p.resolve()).endswith(".bin")]
     assert len(open_files) <= 2
     reader.close()
@@ -271,14 +272,14 @@ def test_remote_shards_are_walked_and_read_like_local_ones(tmp_path: Path) -> No
     reader = Reader()
     assert reader.read(url, 2048, 2) == b"ok"
     reader.close()
-    assert fingerprint(url).size == (tmp_path / "p.tar").stat().st_size
+    assert Store().fingerprint(url).size == (tmp_path / "p.tar").stat().st_size
 
 
 def test_fingerprint_tells_rewritten_shards_apart(tmp_path: Path) -> None:
     path = tar4(tmp_path / "p.tar")
-    first = fingerprint(str(path))
-    assert fingerprint(str(path)) == first
+    first = Store().fingerprint(str(path))
+    assert Store().fingerprint(str(path)) == first
     data = bytearray(path.read_bytes())
     data[600] ^= 1
     path.write_bytes(bytes(data))
-    assert fingerprint(str(path)).edges != first.edges
+    assert Store().fingerprint(str(path)).edges != first.edges

@@ -17,7 +17,8 @@ from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
 from dataloader_svc.plan import Pack, Planner
 from dataloader_svc.pool import WorkerPool
-from dataloader_svc.shards import Reader, Shard, expand
+from dataloader_svc.shards import Shard, expand
+from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Setup, Task
 from shared.batch import Cursor, batch_spec, groups
 from shared.errors import ConfigError, DataError
