@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -25,6 +25,9 @@ from shared.errors import (
     SlotError,
 )
 from shared.telemetry import setup_logging
+
+if TYPE_CHECKING:
+    from trainer.models.hf import Part
 
 EXIT_CODES = """Exit codes: 0 done or stopped by a signal after saving, 2 configuration refused, 3 loader or data, 4
 checkpoint, 5 anything unexpected."""
@@ -59,6 +62,52 @@ def train_run(
 
     train(run, ranks, resume)
     ranks.leave()
+
+
+RunFile = Annotated[Path, typer.Option("--config", "-c", help="The run file of the model.")]
+
+
+@app.command("import-weights", epilog=EXIT_CODES)
+def import_run(
+    config: RunFile,
+    out: Annotated[Path, typer.Option("--out", help="The file to write; name it in train.init_from.")],
+    vision: Annotated[Path | None, typer.Option(help="Folder of a CLIP or SigLIP checkpoint.")] = None,
+    audio: Annotated[Path | None, typer.Option(help="Folder of a Whisper checkpoint.")] = None,
+    decoder: Annotated[Path | None, typer.Option(help="Folder of a Llama or Qwen2 checkpoint.")] = None,
+) -> None:
+    """Turn transformers checkpoints (config.json and safetensors) into a file that training can start from.
+
+    Example: millstream-trainer import-weights --config run.yaml --vision clip-vit-large --out init.safetensors
+    """
+    from trainer.weights import import_weights
+
+    given: dict[Part, Path | None] = {"vision": vision, "audio": audio, "decoder": decoder}
+    folders = {part: folder for part, folder in given.items() if folder}
+    if not folders:
+        raise ConfigError("import-weights", "no folder", "has nothing to import", "give --vision, --audio or --decoder")
+    names = import_weights(load(config), folders, out)
+    Console().print(f"{out}: {len(names)} tensors of {', '.join(folders)}", highlight=False)
+
+
+@app.command("export", epilog=EXIT_CODES)
+def export_run(
+    config: RunFile,
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, for example runs/demo/checkpoints/step-00000100.")],
+    out: Annotated[Path, typer.Option(help="Folder to write vision, audio and decoder into.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="The overrides that the run was started with.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's fp32 weights as transformers folders (config.json and safetensors), one a part.
+
+    Example: millstream-trainer export --config run.yaml --checkpoint runs/demo/checkpoints/step-00000100 --out demo-hf
+    """
+    from trainer.consolidate import read_checkpoint
+    from trainer.weights import export_weights
+
+    run = load(config, overrides or ())
+    for path in export_weights(run, read_checkpoint(run, checkpoint), out):
+        Console().print(str(path), highlight=False)
 
 
 @app.command("verify-checkpoint", epilog=EXIT_CODES)

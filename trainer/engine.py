@@ -30,6 +30,7 @@ from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
 from trainer.optim import build_optimizer, clip_gradients, set_lr
 from trainer.pipeline import cuts
+from trainer.weights import load_initial
 
 _log = logger("engine")
 
@@ -125,6 +126,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     backend = choose_backend(ranks.device, dtype, build.head_sizes(config))
     with quiet_deepspeed():
         model = _model(config, ranks, backend)
+        load_initial(model, config)
         optimizer = build_optimizer(model, config.train.optim)
         clipping = _clipping(config, ranks, model, optimizer) if config.train.zero_stage == 0 else None
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))

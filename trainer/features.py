@@ -10,14 +10,17 @@ from torch import Tensor
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """Per-channel constants of CLIP (Radford et al. 2021), for pixels in 0..1."""
+HALF = (0.5, 0.5, 0.5)
+NORMALISATIONS = {"clip": (CLIP_MEAN, CLIP_STD), "half": (HALF, HALF)}
+"""`model.vision.pixels` -> mean and deviation."""
 
 
 class Patches:
-    """Pixels normalised with CLIP's constants and cut into squares of side `patch`."""
+    """Pixels normalised as `pixels` says and cut into squares of side `patch`."""
 
-    def __init__(self, patch: int, device: torch.device) -> None:
+    def __init__(self, patch: int, device: torch.device, pixels: str = "clip") -> None:
         self._patch = patch
-        self._mean, self._std = torch.tensor(CLIP_MEAN, device=device), torch.tensor(CLIP_STD, device=device)
+        self._mean, self._std = (torch.tensor(values, device=device) for values in NORMALISATIONS[pixels])
 
     def __call__(self, pixels_NHWC: Tensor) -> Tensor:
         """[N, h, w, P] float32 of uint8 pixels; P runs over (row, column, channel) of the patch."""

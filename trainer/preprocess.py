@@ -98,7 +98,7 @@ class Transform:
         audio = model.audio
         filters = mel_filters_fm(audio.n_fft, audio.mels, data.audio.rate_hz).to(device)
         self._hop, self._dtype = audio.hop, dtype
-        self._patches = Patches(data.image.patch, device)
+        self._patches = Patches(data.image.patch, device, model.vision.pixels)
         self._log_mel = LogMel(filters, audio.n_fft, audio.hop)
 
     def __call__(self, fields: dict[str, Tensor]) -> Tensors:

@@ -17,14 +17,20 @@ from trainer.models.encoder import EncoderBlock, alternating_bounds, init_encode
 class AudioTower(nn.Module):
     """[M, mels, F] log-mel frames and their true number -> [M, F / 2 / stack, stack * C] tokens."""
 
+    positions_LC: Tensor | None
+
     def __init__(self, section: AudioEncoderSection, stack: int, backend: Backend) -> None:
         super().__init__()
         self.stack, self.backend = stack, backend
         self.stem = nn.Conv1d(section.mels, section.dim, 3, padding=1)
         self.stride = nn.Conv1d(section.dim, section.dim, 3, stride=2, padding=1)
         self.blocks = nn.ModuleList(
-            EncoderBlock(section.dim, section.heads, section.mlp, backend) for _ in range(section.depth)
+            EncoderBlock(
+                section.dim, section.heads, section.mlp, backend, section.activation, key_bias=section.key_bias
+            )
+            for _ in range(section.depth)
         )
+        self.register_buffer("positions_LC", self._table(section))
         self.norm = nn.LayerNorm(section.dim)
         init_encoder(self)
 
@@ -34,12 +40,21 @@ class AudioTower(nn.Module):
             mels_MmF = mels_MmF.new_zeros(0, self.stem.in_channels, 2 * self.stack)
         x = nn.functional.gelu(self.stem(mels_MmF))
         x = nn.functional.gelu(self.stride(x)).transpose(1, 2)
-        x = x + sinusoids(x.shape[1], x.shape[2], x)
+        x = x + self._positions(x)
         segments_ML, cu_seqlens = self._segments((lengths_M + 1) // 2, x.shape[1])
         for block in self.blocks:
             x = block(x, segments_ML, cu_seqlens)
         tokens: Tensor = self.norm(x).reshape(x.shape[0], x.shape[1] // self.stack, self.stack * x.shape[2])
         return tokens
+
+    def _positions(self, x_MLC: Tensor) -> Tensor:
+        table: Tensor | None = self.positions_LC
+        return sinusoids(x_MLC.shape[1], x_MLC.shape[2], x_MLC) if table is None else table[: x_MLC.shape[1]]
+
+    @staticmethod
+    def _table(section: AudioEncoderSection) -> Tensor | None:
+        wanted = section.positions == "table"
+        return sinusoids(section.places, section.dim, torch.empty(0)) if wanted else None
 
     def _segments(self, places_M: Tensor, length: int) -> tuple[Tensor, Tensor]:
         at = torch.arange(length, device=places_M.device)

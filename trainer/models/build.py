@@ -7,6 +7,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from shared.batch import clip_classes
+from shared.errors import ConfigError
 from shared.sections import RunConfig
 from trainer.models.attention import Backend
 from trainer.models.decoder import DecoderBlock, Head
@@ -43,15 +45,37 @@ class Stack(nn.Module):
 
 
 def layers(config: RunConfig, backend: Backend) -> list[Layer]:
-    """Encode, the decoder's blocks, Head."""
+    """Encode, the decoder's blocks, Head.
+
+    Raises:
+        ConfigError: the model cannot be laid out like this.
+    """
+    check(config)
     decoder = config.model.decoder
     blocks = [Layer(DecoderBlock, (decoder, backend))] * decoder.depth
     return [Layer(Encode, (config.model, config.data, backend)), *blocks, Layer(Head, (decoder,))]
 
 
+def check(config: RunConfig) -> None:
+    """Refuse a tied head on several devices, and clips longer than the table of positions.
+
+    Raises:
+        ConfigError: one of both is asked for.
+    """
+    mesh, audio = config.mesh, config.model.audio
+    if config.model.decoder.tied and (mesh.pipe > 1 or mesh.tensor > 1):
+        rule = "needs mesh.pipe 1 and mesh.tensor 1: embedding and head share one weight on one device"
+        raise ConfigError("model.decoder.tied", True, rule, "set model.decoder.tied=false or both degrees to 1")
+    need = max(clip_classes(config.data.audio), default=0) // (2 * audio.hop)
+    if audio.positions == "table" and need > audio.places:
+        rule = f"must be at least {need}, the places of the longest of data.audio.classes_s"
+        raise ConfigError("model.audio.places", audio.places, rule, "drop the longest class")
+
+
 def head_sizes(config: RunConfig) -> tuple[int, ...]:
     """Attention head sizes that occur, for `choose_backend`."""
-    return tuple(part.dim // part.heads for part in (config.model.vision, config.model.audio, config.model.decoder))
+    vision, audio, decoder = config.model.vision, config.model.audio, config.model.decoder
+    return vision.dim // vision.heads, audio.dim // audio.heads, decoder.head_size
 
 
 def build(config: RunConfig, backend: Backend, seed_layer: Callable[[int], Any] = torch.manual_seed) -> Stack:
@@ -60,10 +84,28 @@ def build(config: RunConfig, backend: Backend, seed_layer: Callable[[int], Any] 
     for place, layer in enumerate(layers(config, backend)):
         seed_layer(config.train.seed + place)
         parts.append(layer.build())
+    if config.model.decoder.tied:
+        tie(parts[0], parts[-1])
     return Stack(parts)
 
 
+def tie(encode: nn.Module, head: nn.Module) -> None:
+    """Let the head's vocabulary be the embedding's weight; it is then named as the embedding's alone."""
+    assert isinstance(encode, Encode) and isinstance(head, Head)
+    head.vocabulary.weight = encode.embedding.weight
+
+
+def shapes(config: RunConfig) -> dict[str, torch.Size]:
+    """Name and shape of every weight of the whole model, buffers included, a tied head left out; nothing is built."""
+    with torch.device("meta"):
+        built = [layer.build().state_dict() for layer in layers(config, "sdpa")]
+    named = {f"{place}.{name}": tensor.shape for place, part in enumerate(built) for name, tensor in part.items()}
+    if config.model.decoder.tied:
+        del named[f"{len(built) - 1}.vocabulary.weight"]
+    return named
+
+
 def parameter_counts(config: RunConfig) -> list[int]:
-    """Parameters of each layer, counted without allocating them."""
+    """Parameters of each layer, counted without allocating them; a tied head counts its vocabulary too."""
     with torch.device("meta"):
         return [sum(p.numel() for p in layer.build().parameters()) for layer in layers(config, "sdpa")]

@@ -1,4 +1,4 @@
-"""Decoder of Llama's form over one pack: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+"""Decoder of Llama's form over one pack: RMSNorm, rotary positions, grouped-query attention, SwiGLU; Qwen2's biases.
 
 Shapes: T places of the pack, C the width, H query heads, G key/value heads, D head size, V vocabulary.
 A layer takes and returns `State`, so that a pipeline can cut between any two.
@@ -23,13 +23,13 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.backend = section.heads, section.kv_heads, backend
         self.theta = section.rope_theta
-        head = section.dim // section.heads
-        self.attention_norm = nn.RMSNorm(section.dim, eps=1e-5)
-        self.q = nn.Linear(section.dim, section.heads * head, bias=False)
-        self.k = nn.Linear(section.dim, section.kv_heads * head, bias=False)
-        self.v = nn.Linear(section.dim, section.kv_heads * head, bias=False)
+        head, bias = section.head_size, section.qkv_bias
+        self.attention_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
+        self.q = nn.Linear(section.dim, section.heads * head, bias=bias)
+        self.k = nn.Linear(section.dim, section.kv_heads * head, bias=bias)
+        self.v = nn.Linear(section.dim, section.kv_heads * head, bias=bias)
         self.out = nn.Linear(section.heads * head, section.dim, bias=False)
-        self.mlp_norm = nn.RMSNorm(section.dim, eps=1e-5)
+        self.mlp_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
         self.gate = nn.Linear(section.dim, section.mlp, bias=False)
         self.up = nn.Linear(section.dim, section.mlp, bias=False)
         self.down = nn.Linear(section.mlp, section.dim, bias=False)
@@ -62,11 +62,11 @@ class DecoderBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """State -> logits [T, V]: RMSNorm and an untied projection."""
+    """State -> logits [T, V]: RMSNorm and a projection (`build.tie` may give it the embedding's weight)."""
 
     def __init__(self, section: DecoderSection) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(section.dim, eps=1e-5)
+        self.norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
         self.vocabulary = nn.Linear(section.dim, section.vocab, bias=False)
         nn.init.normal_(self.vocabulary.weight, std=0.02)
 
@@ -93,3 +93,5 @@ def _init_block(block: nn.Module, depth: int) -> None:
     for name, part in block.named_children():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02 / (math.sqrt(2 * depth) if name in ("out", "down") else 1))
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)

@@ -1,21 +1,53 @@
 """What the two encoders share: a pre-norm transformer block (LayerNorm, attention, GELU) and a projector."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from shared.sections import Activation
 from trainer.models.attention import Backend, attention
 
 
-class EncoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), over [B, L, dim], bidirectional."""
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), the approximation of GELU that OpenAI's CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
 
-    def __init__(self, dim: int, heads: int, mlp: int, backend: Backend) -> None:
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+}
+
+
+class EncoderBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), over [B, L, dim], bidirectional.
+
+    Without `key_bias` the middle third of qkv's bias gets no gradient: it starts at zero and stays there. (A key bias
+    adds the same to all scores of a query, so it never changes what attention gives.)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        mlp: int,
+        backend: Backend,
+        activation: Activation = "gelu",
+        norm_eps: float = 1e-5,
+        key_bias: bool = True,
+    ) -> None:
         super().__init__()
         self.heads, self.backend = heads, backend
-        self.attention_norm = nn.LayerNorm(dim)
+        self.activate = ACTIVATIONS[activation]
+        self.attention_norm = nn.LayerNorm(dim, norm_eps)
         self.qkv = nn.Linear(dim, 3 * dim)
+        if not key_bias:
+            self.qkv.bias.register_hook(without_key)  # type: ignore[no-untyped-call]
         self.out = nn.Linear(dim, dim)
-        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp_norm = nn.LayerNorm(dim, norm_eps)
         self.up = nn.Linear(dim, mlp)
         self.down = nn.Linear(mlp, dim)
 
@@ -26,8 +58,14 @@ class EncoderBlock(nn.Module):
             *qkv.unbind(2), causal=False, backend=self.backend, segments_BL=segments_BL, cu_seqlens=cu_seqlens
         )
         x_BLC = x_BLC + self.out(mixed.flatten(2))
-        out: Tensor = x_BLC + self.down(nn.functional.gelu(self.up(self.mlp_norm(x_BLC))))
+        out: Tensor = x_BLC + self.down(self.activate(self.up(self.mlp_norm(x_BLC))))
         return out
+
+
+def without_key(bias_gradient: Tensor) -> Tensor:
+    """[3 C] gradient of a query, key and value bias with the key's part zeroed."""
+    query, key, value = bias_gradient.chunk(3)
+    return torch.cat([query, torch.zeros_like(key), value])
 
 
 class Projector(nn.Module):
