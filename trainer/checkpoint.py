@@ -132,10 +132,11 @@ class Checkpoints:
         hashes = [0] * len(paths)
         for i in range(self._ranks.rank, len(paths), self._ranks.mesh.world):
             hashes[i] = _signed(hash_file(paths[i], sync=True))
-        found = self._ranks.sum(hashes)
+        sizes = [path.stat().st_size for path in paths]
+        found = self._ranks.sum(hashes)  # from here on the main rank may rename the folder
         return {
-            str(path.relative_to(folder)): FileEntry(path.stat().st_size, f"{total % 2**64:016x}")
-            for path, total in zip(paths, found, strict=True)
+            str(path.relative_to(folder)): FileEntry(size, f"{total % 2**64:016x}")
+            for path, size, total in zip(paths, sizes, found, strict=True)
         }
 
     def _commit(self, partial: Path, manifest: Manifest) -> None:

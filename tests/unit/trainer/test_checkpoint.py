@@ -1,7 +1,7 @@
 """A checkpoint is whole or it is not there; a damaged, partial or foreign one is never loaded."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -70,6 +70,25 @@ def test_random_state_continues_where_it_was(store: Checkpoints) -> None:
     wanted = torch.rand(4)
     store.load_newest(Weights(0))
     assert torch.equal(torch.rand(4), wanted)
+
+
+def test_a_slow_rank_needs_nothing_of_a_folder_that_a_fast_one_may_have_renamed(store: Checkpoints) -> None:
+    class RenamedAtOnce(Ranks):
+        """A rank that hears the sum only after the main rank has committed."""
+
+        def sum(self, values: Sequence[int]) -> list[int]:
+            found = super().sum(values)
+            partial.rename(store.folder / "step-00000001")
+            return found
+
+    partial = store.folder / "step-00000001.tmp"
+    partial.mkdir(parents=True)
+    Weights(7).save(store.folder, partial.name)
+    slow = Checkpoints(store.folder, RenamedAtOnce(Mesh(), 0, torch.device("cpu")), HERE, keep=3)
+    assert {name: entry.size_bytes for name, entry in slow._hash_together(partial).items()} == {
+        "deep/moments.pt": 2,
+        "weights.pt": 1,
+    }
 
 
 def test_nothing_saved_means_nothing_loaded(store: Checkpoints) -> None:
