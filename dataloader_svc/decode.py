@@ -25,7 +25,7 @@ import soundfile
 from numpy.typing import NDArray
 from nvidia.dali import Pipeline, fn, types
 
-from dataloader_svc import headers, jpeg
+from dataloader_svc import headers, jpeg, native
 from shared.batch import Bucket
 from shared.errors import ConfigError, SampleError
 from shared.sections import DataSection, LoaderSection
@@ -47,10 +47,14 @@ LARGEST_FACTOR = 4_000
 
 
 class Decoder:
-    """Decodes for one worker, on `loader.threads` threads (and one GPU when `loader.device` is `gpu`)."""
+    """Decodes for one worker, on `loader.threads` threads (and one GPU when `loader.device` is `gpu`).
 
-    def __init__(self, data: DataSection, loader: LoaderSection) -> None:
-        self._data, self._loader = data, loader
+    `said` reports what native decoders printed since it was last asked; without it a JPEG that libjpeg only warns of
+    passes.
+    """
+
+    def __init__(self, data: DataSection, loader: LoaderSection, said: native.Said = native.nothing) -> None:
+        self._data, self._loader, self._said = data, loader, said
         self._threads = ThreadPoolExecutor(loader.threads, thread_name_prefix="decode")
         self._batches = PipelineDecoder(loader.gpu_id, loader.threads) if loader.device == "gpu" else None
         cv2.setNumThreads(1)
@@ -88,7 +92,19 @@ class Decoder:
             if done is not None:
                 return done
         decode = decode_smaller if self._loader.jpeg == "reduced" else decode_one
-        return list(self._threads.map(decode, blobs, sizes, [bucket] * len(blobs)))
+        self._said()
+        found = list(self._threads.map(decode, blobs, sizes, [bucket] * len(blobs)))
+        return self._judged(found, blobs, sizes, bucket) if jpeg.damage(self._said()) else found
+
+    def _judged(
+        self, found: list[Pixels | SampleError], blobs: list[bytes], sizes: list[tuple[int, int]], bucket: Bucket
+    ) -> list[Pixels | SampleError]:
+        """libjpeg warned of damage in one of these pictures: each is decoded again alone, which tells whose it is."""
+        for place, blob in enumerate(blobs):
+            if headers.is_jpeg(blob) and not isinstance(found[place], SampleError):
+                decode_one(blob, sizes[place], bucket)
+                found[place] = jpeg.damage(self._said()) or found[place]
+        return found
 
 
 def region(size: tuple[int, int], bucket: Bucket) -> Region:

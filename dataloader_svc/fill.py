@@ -108,12 +108,11 @@ class Filler:
         return None
 
     def _planned_tokens(self, sample_id: int, group: Group) -> int:
-        clip = self._planned_clip_tokens(sample_id, group)
-        return 2 + group.image_tokens + clip + int(self._index.text_tokens[sample_id])
+        row = self._index.row(sample_id)
+        return 2 + group.image_tokens + self._planned_clip_tokens(row.clip_samples, group) + row.text_tokens
 
-    def _planned_clip_tokens(self, sample_id: int, group: Group) -> int:
-        samples = self._index.clip_samples[sample_id : sample_id + 1]
-        return int(clip_tokens(group, samples, self._data.audio)[0])
+    def _planned_clip_tokens(self, clip_samples: int, group: Group) -> int:
+        return int(clip_tokens(group, np.array([clip_samples]), self._data.audio)[0])
 
     def _try(self, sample_ids: Sequence[int], group: Group, run: "_Run") -> list[Outcome]:
         """Decode samples, together or (careful) one after the other; verdicts go into `run`."""
@@ -159,7 +158,8 @@ class Filler:
 
     def _clip_limit(self, sample_id: int, group: Group) -> int:
         """Samples of the clip that the plan has room for: a header may promise fewer than the decoder gives."""
-        return self._planned_clip_tokens(sample_id, group) * self._data.audio.samples_per_token
+        planned = self._planned_clip_tokens(self._index.row(sample_id).clip_samples, group)
+        return planned * self._data.audio.samples_per_token
 
     def _caption(self, sample: Encoded) -> list[int] | SampleError:
         try:

@@ -5,6 +5,7 @@ not read), which is what the decoder delivers. Every refusal is a SampleError, s
 """
 
 import io
+import re
 import struct
 from collections.abc import Callable
 
@@ -14,10 +15,16 @@ from PIL import Image, JpegImagePlugin, PngImagePlugin
 from shared.errors import SampleError
 from shared.sections import AudioSection, ImageSection
 
-TRAILING_BYTES = 64
+TAIL_BYTES = 64
 ORIENTATION = 0x0112
 TURNED = (5, 6, 7, 8)
 UNKNOWN_FRAMES = 1 << 60
+
+PNG = b"\x89PNG\r\n\x1a\n"
+EOI = 0xD9
+MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+WITHOUT_LENGTH = (0x01, 0xD8)
+IEND = b"IEND\xaeB`\x82"
 
 IMAGE_LIMITS = ImageSection()
 AUDIO_LIMITS = AudioSection()
@@ -90,7 +97,7 @@ Parser = Callable[[bytes], tuple[int, int, int]]
 def _parser(data: bytes) -> Parser:
     if data[:3] == b"\xff\xd8\xff":
         return _jpeg
-    if data[:8] == b"\x89PNG\r\n\x1a\n":
+    if data.startswith(PNG):
         return _png
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return _webp
@@ -102,16 +109,46 @@ def _parser(data: bytes) -> Parser:
 
 def _jpeg(data: bytes) -> tuple[int, int, int]:
     found = _by_pillow(JpegImagePlugin.JpegImageFile, data)
-    if b"\xff\xd9" not in data.rstrip(b"\0")[-2 - TRAILING_BYTES :]:
+    if b"\xff\xd9" not in _tail(data) and not _jpeg_ends(data):
         raise SampleError("truncated_image", f"JPEG of {len(data)} bytes without its end marker")
     return found
 
 
+def _jpeg_ends(data: bytes) -> bool:
+    """Whether the picture's own markers (ITU-T T.81, annex B) lead to its end, whatever was put behind it.
+
+    Cameras put films, depth maps and second pictures there. Thumbnails lie inside segments and are stepped over.
+    """
+    at = 2
+    while found := MARKER.search(data, at):
+        code, at = data[found.end() - 1], found.end()
+        if code == EOI:
+            return True
+        if code not in WITHOUT_LENGTH:
+            at += int.from_bytes(data[at : at + 2], "big")
+    return False
+
+
 def _png(data: bytes) -> tuple[int, int, int]:
     found = _by_pillow(PngImagePlugin.PngImageFile, data)
-    if b"IEND\xaeB`\x82" not in data.rstrip(b"\0")[-8 - TRAILING_BYTES :]:
+    if IEND not in _tail(data) and not _png_ends(data):
         raise SampleError("truncated_image", f"PNG of {len(data)} bytes without its IEND chunk")
     return found
+
+
+def _png_ends(data: bytes) -> bool:
+    """Whether the chunks lead to IEND, whatever was put behind it (PNG specification, section 5)."""
+    at = len(PNG)
+    while at + len(IEND) <= len(data):
+        if data.startswith(IEND, at + 4):
+            return True
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+    return False
+
+
+def _tail(data: bytes) -> bytes:
+    """The last bytes, zeros aside: where the end marker of nearly every picture stands."""
+    return data.rstrip(b"\0")[-8 - TAIL_BYTES :]
 
 
 def _by_pillow(kind: Callable[[io.BytesIO], Image.Image], data: bytes) -> tuple[int, int, int]:

@@ -3,7 +3,8 @@
 libjpeg-turbo's scaled inverse DCT yields 1/2, 1/4 or 1/8 of the sides for a fraction of a full decode's time (its other
 scales are slow). What is at least twice as large as its bucket takes this path on a CPU; the rest of the way down is an
 area resize. Anything out of the ordinary (CMYK, oddities that libjpeg repairs) is left to the full decoder; a picture
-whose data ends too early is refused here, because DALI shows it half grey without a word when it has an end marker.
+whose data ends too early is refused here, because DALI shows it half grey when it has an end marker, and libjpeg's
+word for that goes to standard error (`native.py`): `damage` reads it.
 """
 
 import numpy as np
@@ -15,6 +16,7 @@ from shared.errors import SampleError
 Pixels = NDArray[np.uint8]
 
 FACTORS = (8, 4, 2)
+DAMAGE = ("bad huffman code", "bad arithmetic code", "instead of rst")
 PLAIN = ("YCbCr", "Gray", "RGB")
 
 
@@ -38,10 +40,21 @@ def decode_reduced(blob: bytes, factor: int) -> Pixels | None:
             blob, "RGB", min_height=-(-height // factor), min_width=-(-width // factor)
         )
     except ValueError as error:
-        if "premature end" in str(error).lower():
-            raise SampleError("truncated_image", str(error)[:200]) from None
+        if found := damage(str(error)):
+            raise found from None
         return None
     return pixels
+
+
+def damage(said: str) -> SampleError | None:
+    """The verdict that libjpeg's warnings amount to: data lost or false. What it only skips (stray bytes) is none."""
+    for line in said.splitlines():
+        words = line.strip().lower()
+        if "premature end" in words:
+            return SampleError("truncated_image", line.strip()[:200])
+        if any(mark in words for mark in DAMAGE):
+            return SampleError("image_decode", line.strip()[:200])
+    return None
 
 
 def orient(pixels: Pixels, orientation: int) -> Pixels:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from dataloader_svc import metrics
+from dataloader_svc import metrics, native
 from dataloader_svc.tasks import PACKET_BYTES, Done, Progress, Ready, Refused, Report, Setup, Task
 from shared.errors import ConfigError, DataError, MillstreamError
 from shared.telemetry import logger
@@ -43,8 +43,8 @@ class Job:
 class Worker:
     """One live process and what it was given, oldest first: a worker fills one task after the other."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", channel: socket.socket, now: float) -> None:
-        self.process, self.channel = process, channel
+    def __init__(self, process: "subprocess.Popen[bytes]", channel: socket.socket, stderr_fd: int, now: float) -> None:
+        self.process, self.channel, self.stderr_fd = process, channel, stderr_fd
         self.ready = False
         self.jobs: deque[Job] = deque()
         self.head_since = now
@@ -115,6 +115,7 @@ class WorkerPool:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _kill(worker.process)
+            os.close(worker.stderr_fd)
         self._workers.clear()
 
     def _spawn_missing(self) -> None:
@@ -174,7 +175,10 @@ class WorkerPool:
         self._workers.remove(worker)
         worker.channel.close()
         code = _kill(worker.process)
-        log.warning("worker %d is gone (%s, exit code %d); another takes over", worker.process.pid, cause, code)
+        words = native.last_words(worker.stderr_fd)
+        os.close(worker.stderr_fd)
+        text = f" (its last words: {words})" if words else ""
+        log.warning("worker %d is gone (%s, exit code %d); another takes over%s", worker.process.pid, cause, code, text)
         metrics.WORKER_RESTARTS.labels(cause).inc()
         if worker.jobs:
             self._blame(worker.jobs[0], worker.announced)
@@ -216,16 +220,22 @@ def _receive(channel: socket.socket) -> bytes | None:
 
 
 def _spawn(setup: Setup) -> Worker:
-    """Start a worker with one end of a packet socket pair and a memory file that holds `setup`."""
+    """Start a worker with one end of a packet socket pair, a memory file that holds `setup`, and our log."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     with theirs, os.fdopen(os.memfd_create("millstream-setup"), "w+b") as file:
         file.write(_encode(setup))
         file.flush()
-        fds = (theirs.fileno(), file.fileno())
+        log_fd, stderr_fd = os.dup(native.STDERR_FD), native.memory_file()
+        fds = (theirs.fileno(), file.fileno(), log_fd)
         command = [sys.executable, "-m", "dataloader_svc.worker", *map(str, fds)]
-        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=_environment())
-    return Worker(process, ours, time.monotonic())
+        try:
+            process = subprocess.Popen(
+                command, pass_fds=fds, stdin=subprocess.DEVNULL, stderr=stderr_fd, env=_environment()
+            )
+        finally:
+            os.close(log_fd)
+    return Worker(process, ours, stderr_fd, time.monotonic())
 
 
 def _environment() -> dict[str, str]:

@@ -33,6 +33,8 @@ from shared.wire import (
     Welcome,
 )
 
+HELD_UP_S = 10.0
+
 log = logger("service")
 
 
@@ -61,6 +63,7 @@ class Service:
         self._sessions: dict[bytes, Session] = {}
         self._streams: dict[StreamKey, Stream] = {}
         self._tasks: dict[int, Filling] = {}
+        self._held_up_since: dict[StreamKey, float] = {}
         self._last_task = 0
         self._next_beat = 0.0
         self._draining = False
@@ -97,15 +100,15 @@ class Service:
         self._free(stream.filled(self._batch(filling, done), now))
 
     def tick(self, now: float) -> None:
-        """Find readers that died or fell silent, beat to the others, and set the gauges."""
+        """Find readers that died, fell silent or cannot go on, beat to the others, and set the gauges."""
+        self._bury_dead()
         for identity, session in list(self._sessions.items()):
-            if session.dead():
-                log.info("reader %s died (process %d)", _name(session), session.hello.process.pid)
-                self._leave(identity)
-            elif now - session.heard_at > self._config.loader.lease_s:
+            if now - session.heard_at > self._config.loader.lease_s:
                 log.warning("reader %s said nothing for %g s", _name(session), self._config.loader.lease_s)
                 self._send(identity, Failure("lease_expired", "nothing was heard within loader.lease_s", True))
                 self._leave(identity)
+        for key, stream in list(self._streams.items()):
+            self._end_hold_up(key, stream, now)
         if now >= self._next_beat:
             self._next_beat = now + self._config.loader.heartbeat_s
             self.broadcast(Heartbeat())
@@ -136,7 +139,14 @@ class Service:
         """Batches in readers' hands."""
         return sum(stream.leases() for stream in self._streams.values())
 
+    def _bury_dead(self) -> None:
+        for identity, session in list(self._sessions.items()):
+            if session.dead():
+                log.info("reader %s died (process %d)", _name(session), session.hello.process.pid)
+                self._leave(identity)
+
     def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
+        self._bury_dead()
         if identity in self._sessions:
             self._leave(identity)
         failure = refusal(hello, self._config, self._planner.check) or self._no_place(hello)
@@ -149,6 +159,7 @@ class Service:
         metrics.CLIENTS.set(len(self._sessions))
         stream = self._streams.setdefault(session.key, self._new_stream(hello))
         self._free(stream.join(identity, hello.reader, hello.cursor))
+        self._settle(stream)
         log.info("reader %s joins at %s (process %d)", _name(session), hello.cursor, hello.process.pid)
         if not self._send(identity, self._welcome()):
             self._leave(identity)
@@ -198,6 +209,7 @@ class Service:
                 return
             metrics.HOLD_SECONDS.observe(now - since)
             self._free(slots)
+            self._settle(stream)
         elif isinstance(message, Bye):
             log.info("reader %s leaves", _name(self._sessions[identity]))
             self._leave(identity)
@@ -212,6 +224,7 @@ class Service:
         stream.leave(identity)
         metrics.CLIENTS.set(len(self._sessions))
         metrics.READER_LAG.clear()
+        self._settle(stream)
         if not stream.readers:
             del self._streams[session.key]
             self._free([entry.slot for entry in stream.entries.values() if entry.batch])
@@ -260,6 +273,26 @@ class Service:
         stream.lease(reader, entry, now)
         metrics.BATCHES_SENT.inc()
         metrics.STAGE_SECONDS.labels("handover").observe(now - entry.ready_at)
+
+    def _settle(self, stream: Stream) -> None:
+        """What was leased and is held no more, but wanted by a reader that is still to come, is ready again."""
+        for slot in stream.idle():
+            if self._slots.states[slot] is State.LEASED:
+                self._slots.give_back(slot)
+
+    def _end_hold_up(self, key: StreamKey, stream: Stream, now: float) -> None:
+        """Tell a reader that waits in vain why, once HELD_UP_S have passed; it may greet again with its cursor."""
+        found = stream.held_up()
+        if found is None:
+            self._held_up_since.pop(key, None)
+        elif now - self._held_up_since.setdefault(key, now) > HELD_UP_S:
+            del self._held_up_since[key]
+            reader, holders = found
+            held = f"readers {holders} hold all {len(stream.entries)} slots of data rank {key[0]} with later batches"
+            text = f"{held}, so that {reader.next} cannot be filled; release them, or start all readers at one cursor"
+            log.warning("reader %d of data rank %d cannot go on: %s", reader.number, key[0], text)
+            self._reject(reader.session, Failure("slots_held", text, True))
+            self._leave(reader.session)
 
     def _free(self, slots: list[int]) -> None:
         for slot in slots:

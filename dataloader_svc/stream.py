@@ -125,6 +125,23 @@ class Stream:
         entry.released.add(number)
         return since, self._collect()
 
+    def idle(self) -> list[int]:
+        """Slots of filled batches that no reader holds at the moment."""
+        return [entry.slot for entry in self.entries.values() if entry.batch and not entry.holders]
+
+    def held_up(self) -> tuple[Reader, list[int]] | None:
+        """The slowest reader and the readers that hold every slot, where its batch cannot be filled for that reason.
+
+        A reader that holds some itself is no such case: it moves on by releasing them.
+        """
+        slowest = min(self.readers.values(), key=lambda r: r.next, default=None)
+        if slowest is None or slowest.next in self.entries or len(self.entries) < self._limit:
+            return None
+        holders = [set(entry.holders) for entry in self.entries.values()]
+        if not all(holders) or any(slowest.number in numbers for numbers in holders):
+            return None
+        return slowest, sorted(set().union(*holders))
+
     def waiting(self, reader: Reader) -> int:
         """How many filled batches wait for this reader."""
         return sum(1 for e in self.entries.values() if e.batch and e.cursor >= reader.next)

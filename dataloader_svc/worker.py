@@ -1,4 +1,4 @@
-"""A decode worker process: `python -m dataloader_svc.worker SOCKET_FD SETUP_FD`. Started by pool.py, never by hand.
+"""A decode worker process: `python -m dataloader_svc.worker SOCKET_FD SETUP_FD LOG_FD`. Started by pool.py only.
 
 It reads its Setup from the memory file, warms up, says Ready, and then answers each Task with a Done after filling its
 slot. It may die at any time without harm to the daemon. It ends when the socket does, and the kernel kills it when the
@@ -22,6 +22,7 @@ import soundfile
 from dataloader_svc.decode import Decoder, check_device
 from dataloader_svc.fill import Filler
 from dataloader_svc.index import Index
+from dataloader_svc.native import Said, silence
 from dataloader_svc.store import Reader, Store
 from dataloader_svc.tasks import PACKET_BYTES, Progress, Ready, Refused, Report, Setup, Task
 from shared.batch import Bucket
@@ -31,6 +32,7 @@ from shared.telemetry import setup_logging
 
 PR_SET_PDEATHSIG = 1
 WARM_SIDE = 64
+AUDIO_FORMS = ("WAV", "FLAC", "OGG", "MP3")
 
 _task: "msgspec.msgpack.Decoder[Task]" = msgspec.msgpack.Decoder(Task)
 
@@ -42,9 +44,10 @@ def main() -> None:
     with os.fdopen(int(sys.argv[2]), "rb") as file:
         file.seek(0)
         setup = msgspec.msgpack.decode(file.read(), type=Setup)
+    said = silence(int(sys.argv[3]))
     setup_logging("loader-worker")
     try:
-        _serve(setup, channel)
+        _serve(setup, channel, said)
     except ConnectionError:
         return  # the daemon hung up while a task was under way
     except ConfigError as error:
@@ -60,14 +63,14 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _serve(setup: Setup, channel: socket.socket) -> None:
+def _serve(setup: Setup, channel: socket.socket, said: Said) -> None:
     check_device(setup.loader)
     store = Store.of(setup.loader)
     folder = Path(setup.index_dir) if setup.index_dir else None
     index = Index.open(setup.shards, setup.data, folder, store, ask=False)
     reader = Reader(store, expected=index.fingerprints)
     segment = Segment.attach(setup.segment, setup.slots, setup.slot_bytes)
-    decoder = Decoder(setup.data, setup.loader)
+    decoder = Decoder(setup.data, setup.loader, said)
     filler = Filler(setup.data, index, reader, decoder, setup.loader.threads)
     warm_up(decoder)
     _send(channel, Ready())
@@ -87,6 +90,8 @@ def warm_up(decoder: Decoder) -> None:
     Raises:
         DataError: they do not.
     """
+    if missing := set(AUDIO_FORMS) - set(soundfile.available_formats()):
+        raise DataError(f"libsndfile cannot read {', '.join(sorted(missing))}; install libsndfile 1.1 or newer")
     side = WARM_SIDE
     _, picture = cv2.imencode(".jpg", np.full((side, side, 3), 128, np.uint8))
     clip = io.BytesIO()

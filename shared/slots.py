@@ -133,6 +133,10 @@ class SlotPool:
         if self.states[slot] is not State.LEASED:
             self._move(slot, State.READY, State.LEASED)
 
+    def give_back(self, slot: int) -> None:
+        """LEASED -> READY: nobody holds it at the moment, and somebody has yet to read it."""
+        self._move(slot, State.LEASED, State.READY)
+
     def free(self, slot: int) -> None:
         """Back to FREE, from wherever it was; the bytes stay until it is claimed again."""
         self.states[slot] = State.FREE

@@ -143,8 +143,8 @@ class Session:
     def state(self, waited_s: float) -> str:
         """In words, what a wait of so many seconds waits for."""
         if self.granted:
-            return f"connected, waiting for batch {place(self.position)} since {waited_s:.1f} s"
-        if self._hello_at:
+            state = f"connected, waiting for batch {place(self.position)} since {waited_s:.1f} s"
+        elif self._hello_at:
             state = f"connected, HELLO unanswered for {time.monotonic() - self._hello_at:.1f} s"
         else:
             state = "not connected" if self._reason else "never connected"
@@ -246,7 +246,7 @@ class Session:
             self._drop(header)
             return
         self._check_header(header, self.granted)
-        self._attempts = 0
+        self._attempts, self._reason = 0, ""
         self._expected = header.after
         self.queue.append(header)
 

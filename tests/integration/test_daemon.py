@@ -85,6 +85,36 @@ def test_two_readers_of_one_stream_share_slot_and_decode(site: Site) -> None:
     assert site.metric("loader_batches_filled_total") - before <= 10 + ahead
 
 
+def test_slots_of_a_reader_that_left_are_ready_for_the_other(site: Site) -> None:
+    slots = site.config.loader.slots_per_stream
+    with RawReader(site.config) as first, RawReader(site.config) as last:
+        last.join(reader=1, readers=2, credits=0)
+        first.join(reader=0, readers=2, credits=slots)
+        for _ in range(slots):
+            first.batch()
+        wait_until(lambda: site.metric("loader_slots", state="leased") == slots, "all are leased")
+        first.bye()
+        wait_until(lambda: site.metric("loader_slots", state="ready") == slots, "all are ready")
+        last.bye()
+    wait_until(lambda: site.metric("loader_slots", state="leased") == 0, "no lease is left")
+
+
+def test_a_reader_kept_from_its_batch_is_told_by_whom_and_goes_on_when_it_can(site: Site) -> None:
+    slots = site.config.loader.slots_per_stream
+    with RawReader(site.config) as first, RawReader(site.config) as last:
+        first.join(Cursor(0, 2, 0), reader=0, readers=2, credits=slots)
+        held = [first.batch() for _ in range(slots)]
+        last.join(reader=1, readers=2)
+        failure = last.expect(Failure)
+        assert (failure.code, failure.retryable) == ("slots_held", True)
+        assert f"readers [0] hold all {slots} slots" in failure.text
+        first.release(held[-1], credits=0)
+        last.join(reader=1, readers=2)
+        assert last.read(2)[0].cursor == Cursor()
+        last.bye()
+        first.bye()
+
+
 def test_no_more_than_the_slots_are_filled_whatever_credit_is_given(site: Site) -> None:
     with RawReader(site.config) as reader:
         reader.join(credits=1000)
@@ -175,6 +205,17 @@ def test_a_client_without_a_data_section_takes_what_is_served(site: Site) -> Non
         reader.send(reader.hello(digest=""))
         assert reader.expect(Welcome).digest == reader.hello().digest
         reader.send(Bye())
+
+
+def test_the_dead_never_stand_in_the_way_of_another_layout(site: Site) -> None:
+    dead = Process(os.getpid(), 1, os.readlink("/proc/self/ns/pid"))
+    with RawReader(site.config) as first, RawReader(site.config) as other:
+        for _ in range(5):
+            first.send(first.hello(reader=0, readers=2, process=dead))
+            first.expect(Welcome)
+            other.send(other.hello(reader=0, readers=1))
+            other.expect(Welcome)
+            other.bye()
 
 
 def test_one_stream_has_one_number_of_readers(site: Site) -> None:

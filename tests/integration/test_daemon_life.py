@@ -31,6 +31,15 @@ def test_sigterm_tells_readers_and_leaves_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in daemon.log
 
 
+def test_socket_and_slots_are_their_users_alone(tmp_path: Path) -> None:
+    path, config = make_run(tmp_path, 16, 1)
+    with serving(path), RawReader(config) as reader:
+        welcome = reader.join()
+        for guarded in (Path(config.loader.endpoint.removeprefix("ipc://")), Path(welcome.segment)):
+            assert guarded.stat().st_mode & 0o077 == 0
+        reader.bye()
+
+
 def test_a_reader_that_sleeps_on_its_lease_does_not_keep_the_daemon(tmp_path: Path) -> None:
     path, config = make_run(tmp_path, 16, 1)
     with serving(path) as daemon, RawReader(config) as reader:
@@ -44,7 +53,7 @@ def test_a_reader_that_sleeps_on_its_lease_does_not_keep_the_daemon(tmp_path: Pa
 def test_a_second_signal_ends_the_wait(tmp_path: Path) -> None:
     path, config = make_run(tmp_path, 16, 1, loader={"drain_s": 25, "grace_s": 60})
     with serving(path) as daemon, RawReader(config) as reader:
-        reader.join()
+        reader.join(credits=1)
         reader.batch()
         daemon.process.send_signal(signal.SIGTERM)
         reader.expect(Drain)

@@ -101,6 +101,17 @@ def test_every_form_becomes_rgb(decoder: Decoder, mode: str, form: str, options:
     assert difference(pixels, by_pillow(blob, BUCKET)) < (9.0 if mode == "1" else 3.0)
 
 
+def test_printers_pictures_have_the_colours_that_pillow_gives_them(decoder: Decoder) -> None:
+    """CMYK and YCCK (Adobe's transform 2), plain and reduced: never inverted."""
+    for width, height in ((97, 65), (800, 600)):
+        cmyk = bytearray(encoded(colours(width, height).convert("CMYK"), "JPEG"))
+        ycck = bytearray(cmyk)
+        ycck[ycck.index(b"Adobe") + 11] = 2
+        for blob in (bytes(cmyk), bytes(ycck)):
+            (pixels,) = decoder.decode_images([blob], BUCKET)
+            assert difference(pixels, by_pillow(blob, BUCKET)) < 3.0
+
+
 def test_alpha_is_dropped_and_sixteen_bits_become_eight(decoder: Decoder) -> None:
     clear = colours()
     clear.putalpha(40)

@@ -39,6 +39,13 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunks
 
 
+def with_thumbnail(width: int, height: int) -> bytes:
+    """A JPEG whose first segment holds another whole JPEG."""
+    body = b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + photo(16, 12, 3)
+    data = photo(width, height)
+    return data[:2] + b"\xff\xe1" + struct.pack(">H", len(body) + 2) + body + data[2:]
+
+
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_sizes_are_as_shown(form: str, orientation: int) -> None:
@@ -78,11 +85,28 @@ def test_truncation_is_seen_in_every_format(form: str) -> None:
         assert refusal(data[: len(data) * 3 // 4] + bytes(len(data) // 4)) == "truncated_image"
 
 
-def test_a_few_trailing_bytes_are_no_truncation() -> None:
-    for form in ("JPEG", "PNG"):
-        data = photo(50, 30, form=form)
-        assert image_size(data + b"x" * 64) == image_size(data + bytes(5000)) == (30, 50)
-        assert refusal(data + b"x" * 200) == "truncated_image"
+@pytest.mark.parametrize(
+    "trailer", [b"x" * 64, bytes(5000), b"SEFT" * 5000, b"\xff\xd8\xff\xe0\0\x10" * 99, photo(90, 60, 7)[:-2]]
+)
+@pytest.mark.parametrize("extra", [{}, {"progressive": True}, {"restart_marker_blocks": 1}])
+def test_what_stands_behind_a_picture_is_no_truncation(trailer: bytes, extra: dict[str, object]) -> None:
+    """Motion photos, depth maps and makers' trailers follow the end marker; a thumbnail's own stands before it."""
+    picture = Image.open(io.BytesIO(photo(50, 30, form="PNG")))
+    for data in (photo(50, 30, form="PNG"), saved(picture, "JPEG", **extra), with_thumbnail(50, 30)):
+        assert image_size(data + trailer) == (30, 50)
+
+
+def test_a_progressive_picture_cut_in_any_scan_is_truncated() -> None:
+    data = saved(Image.open(io.BytesIO(photo(200, 150, form="PNG"))), "JPEG", progressive=True)
+    for share in (0.5, 0.7, 0.9, 0.99):
+        assert refusal(data[: round(len(data) * share)]) == "truncated_image"
+
+
+def test_a_thumbnails_end_is_not_the_pictures() -> None:
+    data = with_thumbnail(120, 80)
+    for share in (0.7, 0.9):
+        assert refusal(data[: round(len(data) * share)]) == "truncated_image"
+    assert image_size(data) == (80, 120)
 
 
 def test_the_ratio_limit_is_inclusive() -> None:

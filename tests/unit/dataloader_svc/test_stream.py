@@ -197,6 +197,32 @@ def test_what_a_reader_holds_is_never_given_up_for_another() -> None:
     assert house.got[b"a"] == [7, 8, 9]
 
 
+def test_a_reader_that_others_keep_from_its_batch_is_found_and_no_one_else_is() -> None:
+    house = House(readers=2)
+    house.join(b"a", 0, step=7)
+    house.run()
+    assert house.stream.held_up() is None, "it holds them itself"
+    house.join(b"b", 1, step=2)
+    found = house.stream.held_up()
+    assert found and (found[0].session, found[1]) == (b"b", [0])
+    house.release(b"a", 7)
+    assert house.stream.held_up() is None, "what nobody holds makes room"
+    house.run()
+    assert house.got[b"b"] == [2]
+
+
+def test_what_no_reader_holds_is_idle_whoever_has_yet_to_read_it() -> None:
+    house = House(readers=2)
+    house.join(b"a", 0)
+    house.join(b"b", 1, credits=0)
+    house.run()
+    assert house.stream.idle() == []
+    house.release(b"a", 0)
+    assert house.stream.idle() == [house.stream.entries[at(0)].slot]
+    house.stream.leave(b"a")
+    assert len(house.stream.idle()) == LIMIT
+
+
 def test_a_slot_under_fill_is_never_given_up() -> None:
     house = House()
     house.join(b"a", step=5)

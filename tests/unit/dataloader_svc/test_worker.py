@@ -20,6 +20,7 @@ from dataloader_svc.pool import WorkerPool
 from dataloader_svc.shards import Shard, expand
 from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Setup, Task
+from dataloader_svc.worker import warm_up
 from shared.batch import Cursor, batch_spec, groups
 from shared.errors import ConfigError, DataError
 from shared.sections import RunConfig
@@ -51,6 +52,11 @@ class Shop:
     def fill(self, task: Task, poison: int = POISON, announce: Callable[[int], None] = print) -> tuple[Any, Done]:
         payload = np.full(self.specs[task.group].size_bytes, poison, np.uint8)
         return payload, self.filler.fill(task, payload, announce)
+
+    def pretend(self, sample_id: int, **facts: int) -> None:
+        """Change what the index tells of a sample."""
+        row = self.index.row
+        self.index.row = lambda i: msgspec.structs.replace(row(i), **facts) if i == sample_id else row(i)  # type: ignore[method-assign]
 
     def close(self) -> None:
         self.filler.close()
@@ -110,6 +116,17 @@ def test_a_careful_task_gives_the_same_bytes_and_announces_each_sample(shop: Sho
     assert announced == list(pack.sample_ids)
 
 
+def test_filling_holds_no_column_of_the_index(shop: Shop) -> None:
+    """A worker's memory does not grow with the number of samples: it looks up rows of the mapped files."""
+    index = Index.open(shop.shards, shop.config.data, None)
+    filler = Filler(shop.config.data, index, Reader(), shop.decoder, 2)
+    for pack in shop.packs():
+        task = task_of(pack, skip=pack.sample_ids[:1])
+        filler.fill(task, np.empty(shop.specs[task.group].size_bytes, np.uint8), print)
+    filler.close()
+    assert index._columns is None
+
+
 def test_a_convicted_sample_is_not_touched(shop: Shop) -> None:
     announced: list[int] = []
     pack = max(shop.packs(), key=lambda p: len(p.sample_ids))
@@ -163,7 +180,7 @@ def test_a_spare_too_long_for_the_room_is_passed_over(tmp_path: Path) -> None:
     shop = Shop(damaged_run(tmp_path, rotten_png()))
     pack = next(p for p in shop.packs() if 4 in p.sample_ids)
     long, fitting = [i for i in range(12) if i not in pack.sample_ids][:2]
-    shop.index.text_tokens[long] = 40
+    shop.pretend(long, text_tokens=40)
     _, done = shop.fill(task_of(pack, spares=(long, fitting)))
     assert long not in done.sample_ids
     assert fitting in done.sample_ids
@@ -175,7 +192,8 @@ def test_a_clip_longer_than_its_header_says_keeps_to_its_planned_tokens(tmp_path
     members = [(f"k{i}.{ext}", data) for i in range(4) for ext, data in (("txt", b"a"), ("wav", tone(0.35)))]
     write_tar(tmp_path / "data" / "a.tar", members)
     shop = Shop(make_run_file(tmp_path)[1])
-    shop.index.clip_samples[:] = 1600
+    for sample_id in range(4):
+        shop.pretend(sample_id, clip_samples=1600)
     pack = next(p for p in shop.packs() if p.sample_ids)
     payload, done = shop.fill(task_of(pack))
     lengths = views(shop.specs[pack.group], payload)["clip_lengths_M"]
@@ -284,6 +302,13 @@ def test_the_sample_that_kills_workers_is_found_and_skipped(tmp_path: Path, monk
     assert house.pool.pids() == before
     house.close()
     shop.close()
+
+
+def test_an_audio_library_that_lacks_a_format_is_refused_at_start(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up(shop.decoder)
+    monkeypatch.setattr("soundfile.available_formats", lambda: {"WAV": "", "FLAC": "", "OGG": ""})
+    with pytest.raises(DataError, match="cannot read MP3"):
+        warm_up(shop.decoder)
 
 
 def test_a_worker_that_cannot_start_says_why(shop: Shop, tmp_path: Path) -> None:

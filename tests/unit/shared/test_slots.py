@@ -46,6 +46,19 @@ def test_a_slot_goes_round_free_filling_ready_leased(tmp_path: Path) -> None:
     pool.close()
 
 
+def test_a_lease_given_back_leaves_the_slot_ready_for_another(tmp_path: Path) -> None:
+    pool = SlotPool.create(str(tmp_path), "job", 1, 100)
+    slot = pool.claim()
+    assert slot is not None
+    pool.commit(slot)
+    with pytest.raises(SlotError, match="is ready, leased expected"):
+        pool.give_back(slot)
+    pool.lease(slot)
+    pool.give_back(slot)
+    assert pool.states == [State.READY]
+    pool.close()
+
+
 def test_a_slot_cannot_be_leased_before_commit(tmp_path: Path) -> None:
     pool = SlotPool.create(str(tmp_path), "job", 1, 100)
     slot = pool.claim()
