@@ -216,6 +216,7 @@ def test_the_dead_never_stand_in_the_way_of_another_layout(site: Site) -> None:
             other.send(other.hello(reader=0, readers=1))
             other.expect(Welcome)
             other.bye()
+            wait_until(lambda: site.metric("loader_clients") == 0, "the living reader has left")
 
 
 def test_one_stream_has_one_number_of_readers(site: Site) -> None:
