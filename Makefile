@@ -2,7 +2,7 @@
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 2>/dev/null))
 BIN := .venv/bin
 
-.PHONY: demo test lint clean help
+.PHONY: demo test parity lint clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -11,6 +11,9 @@ demo: .venv/installed   ## the main job: daemon + deepspeed trainer on real medi
 
 test: .venv/installed   ## every test that this machine can run
 	$(BIN)/python -m pytest
+
+parity: .venv/installed   ## every layout against one process, as a table of differences, some ten minutes
+	$(BIN)/python -m tests.bench.parity
 
 lint: .venv/installed   ## style and types
 	$(BIN)/ruff check .

@@ -213,7 +213,6 @@ def _check_mesh(config: RunConfig) -> None:
     for name in ("pipe", "data", "tensor", "expert"):
         degree = getattr(mesh, name)
         _require(degree >= 1, f"mesh.{name}", degree, "must be at least 1", "set 1 for none")
-    _require(mesh.tensor == 1, "mesh.tensor", mesh.tensor, "must be 1: tensor parallelism is not built yet", "set 1")
     _require(mesh.expert == 1, "mesh.expert", mesh.expert, "must be 1: expert parallelism is not built yet", "set 1")
     rule = f"must divide data.batch.round, {batch.round}, so that all ranks share one shape"
     fit = [d for d in range(1, batch.round + 1) if batch.round % d == 0]
@@ -222,6 +221,17 @@ def _check_mesh(config: RunConfig) -> None:
     _require(0 <= stage <= 3, "train.zero_stage", stage, "must be 0, 1, 2 or 3", "set 1")
     rule = "cannot run with pipeline parallelism: ZeRO-2 and 3 shard gradients that a pipeline accumulates"
     _require(mesh.pipe == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.pipe=1")
+
+
+def _check_tensor(config: RunConfig) -> None:
+    degree, decoder = config.mesh.tensor, config.model.decoder
+    for name in ("heads", "kv_heads", "mlp", "vocab"):
+        size = getattr(decoder, name)
+        rule = f"must divide model.decoder.{name}, {size}: each tensor-parallel rank takes an equal share"
+        _require(size % degree == 0, "mesh.tensor", degree, rule, f"lower it, or change model.decoder.{name}")
+    stage = config.train.zero_stage
+    rule = "is not proven with tensor parallelism"
+    _require(degree == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.tensor=1")
 
 
 WAITS = (("heartbeat_s", "lease_s"), ("heartbeat_s", "drain_s"), ("drain_s", "grace_s"), ("read_s", "worker_s"))
@@ -263,6 +273,7 @@ RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_audio,
     _check_batch,
     _check_mesh,
+    _check_tensor,
     _check_waits,
     _check_model,
 )

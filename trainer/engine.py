@@ -10,7 +10,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import msgspec
@@ -25,12 +25,15 @@ from shared.sections import RunConfig
 from shared.telemetry import logger
 from trainer.feed import MicroBatch
 from trainer.launch import Ranks
-from trainer.loss import token_loss
+from trainer.loss import WHOLE, Vocabulary, token_loss
 from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
 from trainer.optim import build_optimizer, clip_gradients, set_lr
 from trainer.pipeline import cuts
 from trainer.weights import load_initial
+
+if TYPE_CHECKING:
+    from trainer.parallel.groups import Groups
 
 _log = logger("engine")
 
@@ -45,8 +48,11 @@ class StepResult(msgspec.Struct, frozen=True):
 class Engine:
     """One optimizer step at a time over the micro-batches of this rank."""
 
-    def __init__(self, ranks: Ranks, engine: Any, micro_batches: int, clipping: "Clipping | None") -> None:
-        self._ranks, self._engine, self._micro_batches, self._clipping = ranks, engine, micro_batches, clipping
+    def __init__(
+        self, ranks: Ranks, engine: Any, micro_batches: int, clipping: "Clipping | None", vocabulary: Vocabulary
+    ) -> None:
+        self._ranks, self._engine, self._micro_batches = ranks, engine, micro_batches
+        self._clipping, self._vocabulary = clipping, vocabulary
 
     def train_batch(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
         """Pull this rank's micro-batches of one global batch (none on a middle stage) and take one step."""
@@ -56,7 +62,7 @@ class Engine:
         return StepResult(loss, self._grad_norm())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's parameters, named as in the whole model."""
+        """This rank's parameters (its stage, its slices), named as in the whole model."""
         return iter(self._engine.module.named_parameters())
 
     def save(self, folder: Path, tag: str) -> None:
@@ -77,12 +83,12 @@ class Engine:
         total = torch.zeros((), device=self._ranks.device)
         for _ in range(self._micro_batches):
             inputs, targets = next(micro_batches)
-            loss = token_loss(self._engine(inputs), *targets)
+            loss = token_loss(self._engine(inputs), *targets, self._vocabulary)
             self._engine.backward(loss)
             self._engine.step()
             total += loss.detach()
         dist.all_reduce(total)
-        return float(total) / (self._micro_batches * self._ranks.mesh.data)
+        return float(total) / (self._micro_batches * self._ranks.mesh.world)
 
     def _grad_norm(self) -> float:
         return self._clipping.norm if self._clipping else float(self._engine.get_global_grad_norm())
@@ -94,13 +100,19 @@ class Clipping:
     DeepSpeed's own, without ZeRO, counts stage 0 alone and does not report.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], clip: float, add_up: Callable[[Tensor], Tensor]) -> None:
-        self._parameters, self._clip, self._add_up = parameters, clip, add_up
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        clip: float,
+        add_up: Callable[[Tensor], Tensor],
+        counts: Callable[[Tensor], bool],
+    ) -> None:
+        self._parameters, self._clip, self._add_up, self._counts = parameters, clip, add_up, counts
         self.norm = 0.0
 
     def __call__(self, *step: Any) -> None:
         """Before the step: clip, and remember the norm."""
-        self.norm = clip_gradients(self._parameters, self._clip, self._add_up)
+        self.norm = clip_gradients(self._parameters, self._clip, self._add_up, self._counts)
 
 
 class Pipeline(PipelineModule):
@@ -125,14 +137,19 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     backend = choose_backend(ranks.device, dtype, build.head_sizes(config))
     with quiet_deepspeed():
-        model = _model(config, ranks, backend)
+        groups = _groups(ranks)
+        vocabulary: Vocabulary = groups.tensor if groups else WHOLE
+        model = _model(config, ranks, backend, vocabulary)
         load_initial(model, config)
+        _split(model, groups)
         optimizer = build_optimizer(model, config.train.optim)
-        clipping = _clipping(config, ranks, model, optimizer) if config.train.zero_stage == 0 else None
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+        clipping = _clipping(config, ranks, model, optimizer, groups) if config.train.zero_stage == 0 else None
+        mpu = None if isinstance(model, Pipeline) else groups
+        settings = deepspeed_config(config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if ranks.is_main:
         _log.info("%s, %s, attention by %s", type(engine).__name__, type(engine.optimizer).__name__, backend)
-    return Engine(ranks, engine, micro_batches_per_rank(config), clipping)
+    return Engine(ranks, engine, micro_batches_per_rank(config), clipping, vocabulary)
 
 
 @contextlib.contextmanager
@@ -174,10 +191,26 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": train.precision == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
 
 
-def _model(config: RunConfig, ranks: Ranks, backend: Backend) -> nn.Module:
+def _groups(ranks: Ranks) -> "Groups | None":
+    if ranks.mesh.tensor == 1:
+        return None
+    from trainer.parallel.groups import make_groups
+
+    return make_groups(ranks.mesh, ranks.rank)
+
+
+def _split(model: nn.Module, groups: "Groups | None") -> None:
+    if groups:
+        from trainer.parallel.tensor import split
+
+        split(model, groups.tensor)
+
+
+def _model(config: RunConfig, ranks: Ranks, backend: Backend, vocabulary: Vocabulary) -> nn.Module:
     if config.mesh.pipe == 1:
         return build.build(config, backend).to(ranks.device)
     mesh = ranks.mesh
@@ -185,21 +218,26 @@ def _model(config: RunConfig, ranks: Ranks, backend: Backend) -> nn.Module:
         [LayerSpec(layer.kind, *layer.args) for layer in build.layers(config, backend)],
         bounds=cuts(build.parameter_counts(config), mesh.pipe),
         topology=PipeModelDataParallelTopology(num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data),
-        loss_fn=lambda logits, targets: token_loss(logits, *targets),
+        loss_fn=lambda logits, targets: token_loss(logits, targets[0], targets[1], vocabulary),
         seed_layers=True,
         seed_fn=torch.manual_seed,
         base_seed=config.train.seed,
     )
 
 
-def _clipping(config: RunConfig, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> Clipping:
-    group = model._grid.get_model_parallel_group() if isinstance(model, Pipeline) else None
+def _clipping(
+    config: RunConfig, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, groups: "Groups | None"
+) -> Clipping:
+    unit = model.mpu() if isinstance(model, Pipeline) else groups
 
-    def over_stages(squares: Tensor) -> Tensor:
-        if ranks.mesh.pipe > 1:
-            dist.all_reduce(squares, group=group)
+    def over_parts(squares: Tensor) -> Tensor:
+        if unit:
+            dist.all_reduce(squares, group=unit.get_model_parallel_group())
         return squares
 
-    clipping = Clipping(list(model.parameters()), config.train.optim.clip, over_stages)
+    def counts(parameter: Tensor) -> bool:
+        return ranks.coords.tensor == 0 or getattr(parameter, "tensor_model_parallel", False)
+
+    clipping = Clipping(list(model.parameters()), config.train.optim.clip, over_parts, counts)
     optimizer.register_step_pre_hook(clipping)
     return clipping

@@ -83,6 +83,6 @@ def check_same(mine: Sequence[Consumed], fingerprints: Sequence[Sequence[int]], 
         for line, one, other in zip(mine, own, theirs, strict=True):
             if one != other:
                 raise ProtocolError(
-                    f"pipeline stages read different data: micro-batch {line.micro} of step {line.step}, epoch "
+                    f"readers of one stream read different data: micro-batch {line.micro} of step {line.step}, epoch "
                     f"{line.epoch}, is batch {line.batch_id} ({one:016x}) here and {other:016x} on rank {rank}"
                 )

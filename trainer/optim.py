@@ -48,13 +48,19 @@ def set_lr(groups: Iterable[dict[str, Any]], lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradients(parameters: Iterable[Tensor], clip: float, add_up: Callable[[Tensor], Tensor]) -> float:
+def clip_gradients(
+    parameters: list[nn.Parameter],
+    clip: float,
+    add_up: Callable[[Tensor], Tensor],
+    counts: Callable[[Tensor], bool] = lambda parameter: True,
+) -> float:
     """Scale gradients in place to a 2-norm of at most `clip` (0: leave them); return the norm before.
 
-    `add_up` adds a scalar over the ranks that hold the model's other parts.
+    `add_up` adds a scalar over the ranks that hold the model's other parts; `counts` tells whether this rank counts a
+    parameter, because one that several of them hold is counted once.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    squares = torch.stack([g.float().square().sum() for g in gradients]).sum()
+    squares = torch.stack([p.grad.float().square().sum() for p in parameters if p.grad is not None and counts(p)]).sum()
     norm = float(add_up(squares).sqrt())
     if 0 < clip < norm:
         torch._foreach_mul_(gradients, clip / (norm + 1e-6))

@@ -61,7 +61,7 @@ def test_a_zero_side_is_refused(tmp_path: Path) -> None:
         ("data.audio.samples_per_token=1000", "data.audio.samples_per_token"),
         ("data.image.pixel_budget=100", "data.image.pixel_budget"),
         ("mesh.data=3", "mesh.data"),
-        ("mesh.tensor=2", "mesh.tensor"),
+        ("mesh.tensor=3", "mesh.tensor"),
         ("mesh.pipe=0", "mesh.pipe"),
         ("loader.heartbeat_s=100", "loader.heartbeat_s"),
         ("loader.drain_s=100", "loader.drain_s"),

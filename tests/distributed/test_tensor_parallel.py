@@ -1,0 +1,109 @@
+"""Tensor parallelism, alone and with pipeline and data parallelism, trains as one process does.
+
+Each layout is launched once on real processes over gloo and runs every case: AdamW and SGD (Adam hides a constant
+error in a gradient's scale), ZeRO-0 and 1, bf16; three global batches each with every modality set, an empty pack and
+an empty caption. Clipping is always active, so that an error of the gradient norm reaches the weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.layouts import Run, differences, run_layout
+from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.runs import run_file
+
+SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
+CASES = {
+    "adamw": [],
+    "adamw-zero0": ["train.zero_stage=0"],
+    "sgd": SGD,
+    "sgd-zero0": [*SGD, "train.zero_stage=0"],
+    "bf16": ["train.precision=bf16"],
+    "qkv-bias": [*SGD, "model.decoder.qkv_bias=true"],
+}
+LAYOUTS = {
+    "tensor2": (1, 1, 2),
+    "tensor2-pipe2": (2, 1, 2),
+    "tensor2-data2": (1, 2, 2),
+    "tensor2-pipe2-data2": (2, 2, 2),
+}
+TOLERANCE = {"bf16": 3e-3}
+
+Runs = dict[str, Run]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The reference: one process."""
+    return run_layout(tmp_path_factory.mktemp("alone"), (1, 1, 1), CASES)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Every case in one layout, weights merged; whatever several ranks hold is equal on them to the last bit."""
+    return run_layout(tmp_path_factory.mktemp("layout"), LAYOUTS[request.param], CASES)
+
+
+def test_every_layout_trains_as_one_process_does(alone: Runs, layout: Runs) -> None:
+    found = {case: differences(run, alone[case]) for case, run in layout.items()}
+    wrong = {case: each for case, each in found.items() if max(each) > TOLERANCE.get(case, 1e-5)}
+    assert not wrong
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_the_gradient_norm_counts_every_parameter_once(tmp_path: Path, alone: Runs, tensor: int) -> None:
+    """Whole parameters counted on every rank would give up to sqrt(tensor) times the norm."""
+    four = [*SGD, "model.decoder.kv_heads=4"]
+    cases = {"zero0": [*four, "train.zero_stage=0"], "zero1": four, "bf16": [*four, "train.precision=bf16"]}
+    whole = run_layout(tmp_path / "whole", (1, 1, 1), cases, steps=1)
+    cut = run_layout(tmp_path / "cut", (1, 1, tensor), cases, steps=1)
+    for case, tolerance in {"zero0": 1e-5, "zero1": 1e-5, "bf16": 1e-2}.items():
+        assert cut[case].norms == pytest.approx(whole[case].norms, rel=tolerance), case
+
+
+@pytest.mark.parametrize(
+    ("pipe", "data", "precision", "zero"), [(1, 1, "fp32", 1), (2, 1, "bf16", 1), (1, 2, "fp32", 0)]
+)
+def test_resume_continues_bit_for_bit(tmp_path: Path, pipe: int, data: int, precision: str, zero: int) -> None:
+    cases = {"case": [f"train.precision={precision}", f"train.zero_stage={zero}"]}
+    saved = {"checkpoints": str(tmp_path / "checkpoints")}
+    mesh = (pipe, data, 2)
+    unbroken = run_layout(tmp_path / "a", mesh, cases, **saved, save_every=2)["case"]
+    resumed = run_layout(tmp_path / "b", mesh, cases, **saved, resume=True)["case"]
+    assert resumed.first == 2
+    assert (resumed.losses, resumed.norms) == (unbroken.losses[2:], unbroken.norms[2:])
+    assert differences(resumed, unbroken).weights == 0
+
+
+def test_another_tensor_degree_is_refused_with_both(tmp_path: Path) -> None:
+    cases, saved = {"case": list[str]()}, {"checkpoints": str(tmp_path / "checkpoints")}
+    run_layout(tmp_path / "a", (1, 1, 2), cases, steps=1, **saved, save_every=1)
+    with pytest.raises(RanksFailed, match="CheckpointError") as failure:
+        run_layout(tmp_path / "b", (1, 1, 1), cases, **saved, resume=True)
+    assert "(pipe 1, data 1, tensor 2, ZeRO 1), asked is (pipe 1, data 1, tensor 1, ZeRO 1)" in str(failure.value)
+
+
+def test_init_from_gives_every_rank_its_slice(tmp_path: Path) -> None:
+    cases = {"case": ["train.init_from=start.safetensors"]}
+    whole = run_layout(tmp_path / "whole", (1, 1, 1), cases, start_seed=99)["case"]
+    for mesh in ((1, 1, 2), (2, 1, 2)):
+        cut = run_layout(tmp_path / f"cut{mesh[0]}", mesh, cases, start_seed=99)["case"]
+        assert max(differences(cut, whole)) <= 1e-5
+
+
+def test_tensor_ranks_that_were_given_different_data_stop_the_run(tmp_path: Path) -> None:
+    config = run_file(tmp_path, "part-{0..0}.tar")
+    task: dict[str, Any] = {"config": str(config), "sets": ["mesh.tensor=2"]}
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks("tests.support.unlike_program", 2, tmp_path / "unlike", {**task, "unlike": True})
+    assert "ProtocolError" in str(failure.value) and "read different data" in str(failure.value)
+    assert run_ranks("tests.support.unlike_program", 2, tmp_path / "like", {**task, "unlike": False}) == [4, 4]
+
+
+def test_one_process_trains_without_the_parallel_package(tmp_path: Path, alone: Runs) -> None:
+    """Law: the model is written for one device, and what cuts it up can be deleted."""
+    run = run_layout(tmp_path, (1, 1, 1), {"sgd": SGD}, program="tests.support.bare_program")["sgd"]
+    assert max(differences(run, alone["sgd"])) == 0

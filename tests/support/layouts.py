@@ -1,0 +1,98 @@
+"""One run in any layout: start it, merge what its ranks hold into whole weights, and compare two of them."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from shared.config import load
+from shared.mesh import Coords, Mesh
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_file
+from trainer.models import build
+from trainer.parallel.tensor import cut_dim
+
+Weights = dict[str, NDArray[np.float32]]
+
+
+class Run(msgspec.Struct):
+    """What a run of some steps from `first` on reported, and its whole weights after the last."""
+
+    first: int
+    losses: list[float]
+    norms: list[float]
+    weights: Weights
+
+
+class Differences(NamedTuple):
+    """The largest between two runs: relative of losses and gradient norms, absolute of weights."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+
+
+def run_layout(
+    folder: Path,
+    mesh: tuple[int, int, int],
+    cases: dict[str, list[str]],
+    steps: int = 3,
+    start_seed: int = 0,
+    program: str = "tests.support.step_program",
+    **task: Any,
+) -> dict[str, Run]:
+    """Case -> its run on pipe x data x tensor processes; with `start_seed`, `start.safetensors` holds weights of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = run_file(folder, "part-{0..0}.tar", data={"batch": {"micro_batches": 8}}, train={"optim": {"clip": 0.25}})
+    if start_seed:
+        start = build.build(load(config, [f"train.seed={start_seed}"]), "sdpa").state_dict()
+        save_file(start, folder / "start.safetensors")
+    pipe, data, tensor = mesh
+    degrees = [f"mesh.pipe={pipe}", f"mesh.data={data}", f"mesh.tensor={tensor}"]
+    cases = {name: [*sets, *degrees] for name, sets in cases.items()}
+    task = {"config": str(config), "cases": cases, "plans": "MIXED", "steps": steps, **task}
+    reports = run_ranks(program, pipe * data * tensor, folder / "out", task, timeout_s=400)
+    assert all(report == reports[0] for report in reports)
+    shape = Mesh(pipe=pipe, data=data, tensor=tensor)
+    return {name: Run(**reports[0][name], weights=whole_weights(folder / "out", name, shape)) for name in cases}
+
+
+def whole_weights(folder: Path, case: str, mesh: Mesh) -> Weights:
+    """The weights of all ranks put together: stages side by side, slices end to end.
+
+    Raises:
+        AssertionError: ranks that hold the same numbers differ in a bit.
+    """
+    found: Weights = {}
+    for pipe in range(mesh.pipe):
+        for data in range(mesh.data):
+            ranks = [mesh.rank(Coords(pipe, data, tensor)) for tensor in range(mesh.tensor)]
+            parts = [dict(np.load(folder / f"{case}-{rank}.npz")) for rank in ranks]
+            for name in parts[0]:
+                whole = merge(name, [part[name] for part in parts])
+                assert np.array_equal(found.setdefault(name, whole), whole), name
+    return found
+
+
+def merge(name: str, slices: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """One parameter from the slices of a tensor group; one that is not cut must be the same on all."""
+    dim = cut_dim(name)
+    if dim is not None:
+        return np.concatenate(slices, axis=dim)
+    assert all(np.array_equal(slices[0], each) for each in slices), f"{name} differs between tensor ranks"
+    return slices[0]
+
+
+def differences(run: Run, wanted: Run) -> Differences:
+    """The largest differences of `run` from `wanted`."""
+    assert run.weights.keys() == wanted.weights.keys()
+    weights = max(float(np.abs(array - wanted.weights[name]).max()) for name, array in run.weights.items())
+    return Differences(_relative(run.losses, wanted.losses), _relative(run.norms, wanted.norms), weights)
+
+
+def _relative(found: list[float], wanted: list[float]) -> float:
+    pairs = zip(found[-len(wanted) :], wanted[-len(found) :], strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs)

@@ -1,0 +1,88 @@
+"""Process groups of a rank: those it shares layers with (tensor) and those it shares data with (data).
+
+`Groups` also answers the questions DeepSpeed asks of an `mpu`, for the engine without a pipeline; a pipeline's own
+grid answers them itself. Every rank makes every group, in one order, as `new_group` demands.
+"""
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared.mesh import Mesh
+
+
+class TensorGroup:
+    """The ranks that hold the slices of the same layers. `rank` is this one's place among `size`."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+
+    def total(self, x: Tensor) -> Tensor:
+        """A new tensor: the sum over the ranks, in x's dtype, the same bits on all."""
+        return self._reduce(x, dist.ReduceOp.SUM)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """A new tensor: the maximum over the ranks."""
+        return self._reduce(x, dist.ReduceOp.MAX)
+
+    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        found = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(found, op=operation, group=self.group)
+        return found
+
+
+class Groups:
+    """The tensor and the data group of one rank, and DeepSpeed's names for them (a model is cut in tensor only)."""
+
+    def __init__(self, mesh: Mesh, rank: int, tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
+        self._mesh, self._coords, self._data = mesh, mesh.coords(rank), data
+        self.tensor = TensorGroup(tensor, self._coords.tensor, mesh.tensor)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that hold parts of one model."""
+        return self.tensor.group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self.tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Their number."""
+        return self.tensor.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same part and see other data."""
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self._coords.data
+
+    def get_data_parallel_world_size(self) -> int:
+        """Their number."""
+        return self._mesh.data
+
+
+def make_groups(mesh: Mesh, rank: int) -> Groups:
+    """This rank's groups; all ranks call it together."""
+    return Groups(mesh, rank, _make(mesh, rank, "tensor"), _make(mesh, rank, "data"))
+
+
+def lines(mesh: Mesh, axis: str) -> list[list[int]]:
+    """Ranks that differ on `axis` alone, a list for each place on the other axes, in order of rank.
+
+    >>> lines(Mesh(pipe=2, data=1, tensor=2), "tensor")
+    [[0, 1], [2, 3]]
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world):
+        place = msgspec.structs.replace(mesh.coords(rank), **{axis: 0})
+        found.setdefault(msgspec.structs.astuple(place), []).append(rank)
+    return list(found.values())
+
+
+def _make(mesh: Mesh, rank: int, axis: str) -> dist.ProcessGroup:
+    made = {rank in ranks: dist.new_group(ranks) for ranks in lines(mesh, axis)}
+    group: dist.ProcessGroup = made[True]
+    return group
