@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import random
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,16 +100,22 @@ def is_remote(path: str) -> bool:
 
 
 class Local:
-    """A local file, read without moving a shared position. Closed when the last reader lets go of it."""
+    """A local file, read without moving a shared position. Closed when the last reader lets go of it.
+
+    Opening never waits: whatever is no regular file (a FIFO, a device) is refused.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise _unopened(path, error) from None
-        stat = os.fstat(self._fd)
-        self.size, self._mtime_ns = stat.st_size, stat.st_mtime_ns
+        info = os.fstat(self._fd)
+        if not stat.S_ISREG(info.st_mode):
+            self.close()
+            raise _unopened(path, "it is no regular file, but a folder, FIFO, socket or device")
+        self.size, self._mtime_ns = info.st_size, info.st_mtime_ns
 
     def read(self, offset: int, size: int, waiting: Waiting = nothing) -> bytes:
         try:
@@ -302,5 +309,5 @@ def _edges(source: Source) -> str:
     return hashlib.blake2b(ends, digest_size=16).hexdigest()
 
 
-def _unopened(path: str, error: Exception) -> ShardError:
-    return ShardError(f"shard {path} cannot be opened ({error}); restore it or take it out of data.datasets")
+def _unopened(path: str, reason: object) -> ShardError:
+    return ShardError(f"shard {path} cannot be opened ({reason}); restore it or take it out of data.datasets")

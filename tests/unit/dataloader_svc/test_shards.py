@@ -1,6 +1,7 @@
 """Naming shards, walking tars, reading bytes by offset."""
 
 import logging
+import os
 import random
 import tarfile
 import threading
@@ -78,6 +79,18 @@ def test_missing_shards_are_skipped_when_asked_and_logged_once(
 def test_no_shard_left_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="no shard is left"):
         expand(sets(f"{tmp_path}/none.tar"), "skip")
+
+
+@pytest.mark.timeout(30)
+def test_what_is_no_regular_file_is_refused_in_words_and_never_waited_for(tmp_path: Path) -> None:
+    tar4(tmp_path / "a.tar")
+    os.mkfifo(tmp_path / "b.tar")
+    (tmp_path / "c.tar").symlink_to("/dev/zero")
+    with pytest.raises(ShardError, match=r"2 shards.*b\.tar.*no regular file.*FIFO.*c\.tar.*device.*missing_shards"):
+        expand(sets(f"{tmp_path}/*.tar"), "fail")
+    assert [Path(s.path).name for s in expand(sets(f"{tmp_path}/*.tar"), "skip")] == ["a.tar"]
+    with pytest.raises(ShardError, match=r"shard list .*b\.tar cannot be read .*no regular file"):
+        expand(sets(f"@{tmp_path}/b.tar"), "fail")
 
 
 def test_folders_bad_braces_and_bad_lists_are_refused_by_name(tmp_path: Path) -> None:
