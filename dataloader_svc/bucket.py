@@ -131,6 +131,17 @@ def padding_share(
     return Padding(1 - real / padded, 1 - used / (micro_batches * data.batch.tokens))
 
 
+def unused_slots(facts: Facts, ids: Array, pack_groups: Array, table: Sequence[Group]) -> tuple[float, float]:
+    """Shares of image slots and of clip slots that hold nothing: 1 - used / (sum of slots over all packs), 0 without.
+
+    `ids` [S] are the planned samples, `pack_groups` [P] the group of every pack, the empty ones too.
+    """
+    counts = np.bincount(pack_groups, minlength=len(table))
+    images, clips = (int((counts * [getattr(g, name) for g in table]).sum()) for name in ("images", "clips"))
+    used_images, used_clips = int((facts.height[ids] > 0).sum()), int((facts.clip_samples[ids] > 0).sum())
+    return 1 - used_images / images if images else 0.0, 1 - used_clips / clips if clips else 0.0
+
+
 def _patches(height: Array, width: Array, data: DataSection) -> tuple[Array, Array]:
     """Rows and columns of patches of each image resized to the pixel budget with its own ratio; 0 without one."""
     side = data.image.patch * data.image.merge

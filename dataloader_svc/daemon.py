@@ -30,6 +30,7 @@ from shared.batch import batch_spec, groups
 from shared.config import endpoint, index_dir
 from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples
 from shared.sections import RunConfig
+from shared.skips import merged
 from shared.telemetry import MetricsPage, RateLimited, logger
 from shared.wire import Failure, decode_to_daemon
 
@@ -128,8 +129,12 @@ def load_data(config: RunConfig) -> tuple[tuple[Shard, ...], Index, Quarantine, 
         metrics.DATASET_SHARE.labels(share.dataset, "served").set(share.served)
     metrics.PADDING.labels("naive").set(summary.padding_naive)
     metrics.PADDING.labels("bucketed").set(summary.padding_bucketed)
+    metrics.UNUSED_SLOTS.labels("image").set(summary.unused_images)
+    metrics.UNUSED_SLOTS.labels("audio").set(summary.unused_clips)
     shares = 100 * summary.padding_bucketed, 100 * summary.padding_naive
     log.info("epoch 0: %d steps; padding %.1f %% (%.1f %% if padded to the largest)", summary.steps, *shares)
+    for (first, end), (start, stop) in zip(merged(data.skip_steps), planner.skips.spans(), strict=True):
+        log.info("passing over steps %d to %d as data.skip_steps asks: from %s to %s", first, end - 1, start, stop)
     return shards, index, quarantine, planner
 
 

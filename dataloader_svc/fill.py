@@ -29,6 +29,7 @@ from shared.sections import DataSection
 CHECKSUM_BITS = 63
 
 Announce = Callable[[int], None]
+NO_CLIP = np.zeros(0, np.int16)
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -44,11 +45,11 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """One sample, ready to be laid out."""
+    """One sample, ready to be laid out; an empty clip where it has none."""
 
     sample_id: int
     pixels: Pixels | None
-    clip: NDArray[np.int16] | None
+    clip: NDArray[np.int16]
     caption: list[int]
 
 
@@ -146,20 +147,25 @@ class Filler:
         """Every sample with all of its modalities, or the first verdict against it."""
         samples = list(encoded.values())
         pixels: list[Any] = [None] * len(samples)
-        clips: list[Any] = [None] * len(samples)
+        clips: list[Any] = [NO_CLIP] * len(samples)
         if group.bucket:
             pixels = self._decoder.decode_images([sample.image for sample in samples], group.bucket)
         if group.clip_samples:
             limits = [self._clip_limit(sample_id, group) for sample_id in encoded]
-            audio = [sample.audio for sample in samples]
-            clips = list(self._threads.map(self._decoder.decode_audio, audio, limits))
+            clips = list(self._threads.map(self._clip, samples, limits))
         parts = zip(encoded, pixels, clips, map(self._caption, samples), strict=True)
         return [self._joined(*part) for part in parts]
 
     def _clip_limit(self, sample_id: int, group: Group) -> int:
-        """Samples of the clip that the plan has room for: a header may promise fewer than the decoder gives."""
+        """Samples of the clip that the plan has room for: a header may promise fewer than the decoder gives.
+
+        0 without a clip: such a sample may ride in a group of samples with one.
+        """
         planned = self._planned_clip_tokens(self._index.row(sample_id).clip_samples, group)
         return planned * self._data.audio.samples_per_token
+
+    def _clip(self, sample: Encoded, limit: int) -> NDArray[np.int16] | SampleError:
+        return self._decoder.decode_audio(sample.audio, limit) if limit else NO_CLIP
 
     def _caption(self, sample: Encoded) -> list[int] | SampleError:
         try:
@@ -177,16 +183,14 @@ class Filler:
         self, kept: Sequence[Decoded], group: Group, payload: NDArray[np.uint8]
     ) -> tuple[int, int, int, int, int]:
         fields = views(self._specs[group.id], payload)
-        clips = [sample.clip for sample in kept if sample.clip is not None]
-        parts = [text.Part(s.caption, self._tokens_of(s.clip)) for s in kept]
+        clips = [sample.clip for sample in kept] if group.clip_samples else []
+        parts = [text.Part(s.caption, audio_tokens(len(s.clip), self._data.audio)) for s in kept]
         tokens, labels = text.assemble(fields, parts, group, self._tokenizer)
         _write_rows(fields["pixels_NHWC"], [s.pixels for s in kept if s.pixels is not None])
         _write_rows(fields["clips_MS"], clips)
         _write_rows(fields["clip_lengths_M"], [np.int32(len(clip)) for clip in clips])
-        return len(kept), len(kept) if group.bucket else 0, len(clips), tokens, labels
-
-    def _tokens_of(self, clip: NDArray[np.int16] | None) -> int:
-        return 0 if clip is None else audio_tokens(len(clip), self._data.audio)
+        heard = sum(1 for clip in clips if len(clip))
+        return len(kept), len(kept) if group.bucket else 0, heard, tokens, labels
 
 
 class _Run:

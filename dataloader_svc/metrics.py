@@ -16,6 +16,18 @@ PADDING = Gauge(
     ["kind"],
     registry=REGISTRY,
 )
+UNUSED_SLOTS = Gauge(
+    "loader_unused_slots_ratio",
+    "Share of the planned epoch's image and clip slots that stay empty",
+    ["modality"],
+    registry=REGISTRY,
+)
+IMBALANCE = Gauge(
+    "loader_step_imbalance_ratio",
+    "Estimated cost of the most loaded data rank over the mean in the step being filled: balanced as served, or packed",
+    ["kind"],
+    registry=REGISTRY,
+)
 DATASET_SHARE = Gauge(
     "loader_dataset_share",
     "Share of the planned epoch's samples that a dataset has: asked by its weight, served as planned",

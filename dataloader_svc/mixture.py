@@ -20,7 +20,7 @@ from dataloader_svc.hashing import mix64, shuffled
 from shared.errors import ConfigError
 from shared.sections import DatasetSection
 
-# What a hash is for; 1 to 3 are plan.py's.
+# What a hash is for; 1 to 3 are epoch.py's and plan.py's.
 WINDOW, PLACES, ROUND_PLACES = 4, 5, 6
 
 

@@ -1,12 +1,6 @@
-"""Which samples, in which order, in which micro-batch of which rank: a pure function of (data section, index, epoch).
+"""Every micro-batch of every rank, on demand: a pure function of (data section, index, cursor). `epoch` has the order.
 
-An epoch: good samples are shuffled, or drawn and mixed as weights say (`mixture`); within each group consecutive ones
-are packed into micro-batches (packs) by next-fit; `round` packs of one group form a round; rounds are shuffled (in a
-mixture spread evenly, so that repeats stay apart); micro_batches/round rounds form a step. What is left at the end of a
-group or of the epoch is completed (`leftovers: pad`: a short round by halving its packs, then by empty ones; a short
-step by empty rounds) or dropped and counted (`drop`).
-
-Rank r of D reads, as its micro-batch m, pack `rho * round + k * D + r` of the step, with rho, k = divmod(m, round / D):
+Rank r of D reads, as its micro-batch m, pack k * D + r of round rho of the step, with rho, k = divmod(m, round / D):
 so the global batch never depends on D, and at every micro-step all ranks hold one shape.
 """
 
@@ -18,18 +12,20 @@ import msgspec
 import numpy as np
 
 from dataloader_svc import mixture
-from dataloader_svc.bucket import Array, Facts, assign, padding_share, sample_tokens
+from dataloader_svc.balance import Imbalance, ratios
+from dataloader_svc.bucket import Array, Facts, assign, padding_share, unused_slots
+from dataloader_svc.epoch import SAMPLES, EpochPlan, build_epoch, per_dataset
 from dataloader_svc.hashing import mix64, shuffled
-from shared.batch import Cursor, Group, groups
+from dataloader_svc.skipping import Skips
+from shared.batch import Cursor, groups
 from shared.errors import ConfigError, ProtocolError
 from shared.sections import DataSection
 
 SPARES = 8
 EPOCHS_KEPT = 2
-EMPTY = -1
 
-# What a hash is for: different uses of one (seed, epoch) must not be correlated.
-SAMPLES, ROUNDS, SUBSTITUTES = 1, 2, 3
+# What a hash is for; 1 and 2 are epoch.py's.
+SUBSTITUTES = 3
 
 
 class Pack(msgspec.Struct, frozen=True):
@@ -37,7 +33,8 @@ class Pack(msgspec.Struct, frozen=True):
 
     `label_tokens` counts caption tokens and one eos for each sample, `step_labels` the same over the whole global
     batch. `spares` are samples of the same group, in order of preference, to stand in for ones that fail to decode;
-    a spare may be longer than the sample it replaces, so whoever uses it must see that it fits.
+    a spare may be longer than the sample it replaces, so whoever uses it must see that it fits. `imbalance` is the
+    step's, over the data ranks that this pack was asked for.
     """
 
     cursor: Cursor
@@ -47,6 +44,7 @@ class Pack(msgspec.Struct, frozen=True):
     label_tokens: int
     step_labels: int
     spares: tuple[int, ...]
+    imbalance: Imbalance
 
 
 class DatasetShare(msgspec.Struct, frozen=True):
@@ -60,7 +58,10 @@ class DatasetShare(msgspec.Struct, frozen=True):
 
 
 class PlanSummary(msgspec.Struct, frozen=True):
-    """One epoch in numbers. Padding shares are as `bucket.padding_share` defines them."""
+    """One epoch in numbers. Padding shares are as `bucket.padding_share` and `unused_slots` define them.
+
+    `imbalance` is the mean over steps, and `worst_imbalance` the largest, for as many data ranks as `round` allows.
+    """
 
     epoch: int
     steps: int
@@ -70,141 +71,27 @@ class PlanSummary(msgspec.Struct, frozen=True):
     dropped_samples: int
     padding_naive: float
     padding_bucketed: float
+    unused_images: float
+    unused_clips: float
+    imbalance: Imbalance
+    worst_imbalance: Imbalance
     samples_per_group: dict[str, int]
     shares: tuple[DatasetShare, ...]
 
 
-class EpochPlan(msgspec.Struct, frozen=True):
-    """An epoch's order. Pack p holds ids[starts[p] : starts[p + 1]]; rounds [R, round] holds packs, EMPTY for none."""
-
-    ids: Array
-    starts: Array
-    labels: Array
-    rounds: Array
-    round_group: Array
-    members: dict[int, Array]
-
-    def samples(self, pack: int) -> tuple[int, ...]:
-        """Sample ids of a pack."""
-        return () if pack == EMPTY else tuple(self.ids[self.starts[pack] : self.starts[pack + 1]].tolist())
-
-    def sizes(self) -> Array:
-        """How many samples each pack that is used holds, in the order of use."""
-        sizes: Array = np.diff(self.starts)[self.rounds[self.rounds != EMPTY]]
-        return sizes
-
-    def chosen(self) -> Array:
-        """Which of `ids` are in packs that are used: all, but for dropped leftovers. bool."""
-        per_pack = np.diff(self.starts)
-        return np.isin(np.repeat(np.arange(len(per_pack)), per_pack), self.rounds[self.rounds != EMPTY])
-
-
-def pack_starts(tokens: Array, most_tokens: int, most_samples: int) -> Array:
-    """Next-fit: where each pack starts in a row of samples of `tokens` [S] tokens, and S at the end.
-
-    Every start's successor is found at once; only packs are walked in Python.
-    """
-    ends = np.concatenate([[0], np.cumsum(tokens)])
-    last_fit = np.searchsorted(ends, ends[:-1] + most_tokens, side="right") - 1
-    following = np.minimum(last_fit, np.arange(len(tokens)) + most_samples)
-    starts, at = [], 0
-    while at < len(tokens):
-        starts.append(at)
-        at = following.item(at)
-    return np.array([*starts, len(tokens)], np.int64)
-
-
-def spread(starts: Array, width: int) -> Array:
-    """`starts` with the largest packs of a last, short round halved until it is full, so that no rank idles there."""
-    short = (len(starts) - 1) % width
-    tail = starts[len(starts) - 1 - short :].tolist()
-    while short and len(tail) <= width:
-        sizes = np.diff(tail)
-        if sizes.max() == 1:
-            break
-        largest = int(sizes.argmax())
-        tail.insert(largest + 1, tail[largest] + (int(sizes[largest]) + 1) // 2)
-    return np.concatenate([starts[: len(starts) - 1 - short], np.array(tail, np.int64)])
-
-
-def build_epoch(data: DataSection, facts: Facts, group_of: Array, epoch: int) -> EpochPlan:
-    """The whole order of one epoch. `group_of` [I] is what `bucket.assign` gives."""
-    order = _drawn(data, facts, group_of, epoch)
-    order = order[np.argsort(group_of[order], kind="stable")]
-    bounds = np.searchsorted(group_of[order], np.arange(len(table := groups(data)) + 1))
-    starts, blocks, block_group, members = [np.zeros(1, np.int64)], [], [], {}
-    for group in table:
-        low, high = int(bounds[group.id]), int(bounds[group.id + 1])
-        if low == high:
-            continue
-        members[group.id] = order[low:high]
-        first = sum(map(len, starts)) - 1
-        starts.append(low + _group_starts(order[low:high], group, data, facts)[1:])
-        packs = np.arange(first, first + len(starts[-1]))
-        blocks.append(_whole(packs, data.batch.round, data.batch.leftovers))
-        block_group.append(np.full(len(blocks[-1]), group.id, np.int16))
-    rounds, round_group = _steps(blocks, block_group, data, epoch)
-    all_starts = np.concatenate(starts)
-    labels = np.add.reduceat(facts.text_tokens[order].astype(np.int64) + 1, all_starts[:-1])
-    return EpochPlan(order, all_starts, labels, rounds, round_group, members)
-
-
-def _drawn(data: DataSection, facts: Facts, group_of: Array, epoch: int) -> Array:
-    """Ids of the epoch's samples in shuffled order; in a mixture an id may stand there several times, or not at all."""
-    good = np.flatnonzero(group_of >= 0)
-    if not mixture.weighted(data.datasets):
-        return shuffled(good, SAMPLES, data.seed, epoch)
-    parts = _per_dataset(facts, good)
-    quotas = mixture.quotas(data.datasets, [len(part) for part in parts])
-    return mixture.draw(list(zip(quotas, parts, strict=True)), data.seed, epoch)
-
-
-def _per_dataset(facts: Facts, ids: Array) -> list[Array]:
-    """Ascending ids, cut where datasets begin."""
-    return np.split(ids, np.searchsorted(ids, facts.dataset_starts[1:-1]))
-
-
-def _group_starts(ids: Array, group: Group, data: DataSection, facts: Facts) -> Array:
-    tokens = sample_tokens(group, facts.clip_samples[ids], facts.text_tokens[ids], data.audio)
-    if (longest := int(tokens.max())) > group.tokens:
-        rule = f"must hold the largest sample, {longest} tokens (group {group.name})"
-        raise ConfigError("data.batch.tokens", group.tokens, rule, "raise it, or lower data.text.max_tokens")
-    starts = pack_starts(tokens, group.tokens, group.samples)
-    return starts if data.batch.leftovers == "drop" else spread(starts, data.batch.round)
-
-
-def _whole(packs: Array, width: int, leftovers: str) -> Array:
-    """`packs` in rows of `width`; a last short row is completed with EMPTY, or dropped."""
-    if leftovers == "drop":
-        return packs[: len(packs) // width * width].reshape(-1, width)
-    return np.concatenate([packs, np.full(-len(packs) % width, EMPTY)]).reshape(-1, width)
-
-
-def _steps(blocks: list[Array], block_group: list[Array], data: DataSection, epoch: int) -> tuple[Array, Array]:
-    """All rounds in order, in whole steps: the last is completed with empty rounds of the last real one's group."""
-    rounds, group = np.concatenate(blocks), np.concatenate(block_group)
-    if mixture.weighted(data.datasets):
-        order = mixture.spread_rounds(group, data.seed, epoch)
-    else:
-        order = shuffled(np.arange(len(rounds)), ROUNDS, data.seed, epoch)
-    rounds, group = rounds[order], group[order]
-    per_step = data.batch.micro_batches // data.batch.round
-    if data.batch.leftovers == "drop":
-        whole = len(rounds) // per_step * per_step
-        return rounds[:whole], group[:whole]
-    lacking = -len(rounds) % per_step
-    rounds = np.concatenate([rounds, np.full((lacking, data.batch.round), EMPTY)])
-    return rounds, np.concatenate([group, np.full(lacking, group[-1])])
-
-
 class Planner:
-    """Every micro-batch of every epoch, on demand. Safe to share between threads; keeps the last two epochs."""
+    """Every micro-batch of every epoch, on demand. Safe to share between threads; keeps the last two epochs.
+
+    `skips` tells where the order goes on after steps that are passed over; nothing else here looks at it.
+    """
 
     def __init__(self, data: DataSection, index: Facts) -> None:
         self._data, self._index = data, index
         self._groups, self._group_of = groups(data), assign(index, data)
         self._plans: OrderedDict[int, EpochPlan] = OrderedDict()
+        self._step_counts: dict[int, int] = {}
         self._lock = threading.Lock()
+        self.skips = Skips(data.skip_steps, self.steps)
 
     def steps(self, epoch: int) -> int:
         """Global batches in an epoch.
@@ -212,7 +99,9 @@ class Planner:
         Raises:
             ConfigError: fewer good samples than one global batch can be made of.
         """
-        return len(self._plan(epoch).rounds) * self._data.batch.round // self._data.batch.micro_batches
+        if epoch not in self._step_counts:
+            self._step_counts[epoch] = len(self._plan(epoch).bounds) // self._per_step
+        return self._step_counts[epoch]
 
     def check(self, cursor: Cursor, data_ranks: int) -> None:
         """Refuse what is no place of the plan.
@@ -241,19 +130,18 @@ class Planner:
             raise ProtocolError(f"data rank {data_rank} is not one of {data_ranks}")
         plan, batch = self._plan(cursor.epoch), self._data.batch
         block, k = divmod(cursor.micro, batch.round // data_ranks)
-        column = k * data_ranks + data_rank
-        rows = slice(cursor.step * (per_step := batch.micro_batches // batch.round), (cursor.step + 1) * per_step)
-        number, group = int(plan.rounds[rows][block, column]), int(plan.round_group[rows][block])
-        step_packs = plan.rounds[rows][plan.rounds[rows] != EMPTY]
-        place, ids = block * batch.round + column, plan.samples(number)
+        column, rounds = k * data_ranks + data_rank, self._rounds(cursor)
+        number, place = rounds.start + block, block * batch.round + column
+        group, ids = int(plan.round_group[number]), plan.samples(number, column)
         return Pack(
             cursor,
             f"e{cursor.epoch}-s{cursor.step}-p{place}-{_digest(self._data.seed, ids)}",
             group,
             ids,
-            0 if number == EMPTY else int(plan.labels[number]),
-            int(plan.labels[step_packs].sum()),
+            int(plan.labels[number, column]),
+            int(plan.labels[rounds].sum()),
             self._spares(plan, cursor, place, group, ids) if ids else (),
+            self._imbalance(plan, rounds, data_ranks),
         )
 
     def after(self, cursor: Cursor, data_ranks: int) -> Cursor:
@@ -272,28 +160,44 @@ class Planner:
     def summary(self, epoch: int) -> PlanSummary:
         """One epoch in numbers: for tables and the simulator."""
         plan = self._plan(epoch)
-        ids = shuffled(plan.ids[plan.chosen()], SAMPLES, self._data.seed, epoch)
-        group_of = self._group_of[ids]
-        share = padding_share(self._index, group_of, ids, plan.sizes(), plan.rounds.size, self._data)
+        ids = shuffled(np.sort(plan.chosen()), SAMPLES, self._data.seed, epoch)
+        group_of, sizes = self._group_of[ids], plan.sizes()
+        share = padding_share(self._index, group_of, ids, sizes[sizes > 0], sizes.size, self._data)
         found, counts = np.unique(group_of, return_counts=True)
         names = {self._groups[g].name: int(n) for g, n in zip(found.tolist(), counts.tolist(), strict=True)}
-        empty, dropped = int((plan.rounds == EMPTY).sum()), len(plan.ids) - len(ids)
-        sizes = (self.steps(epoch), plan.rounds.size, empty, len(ids), dropped)
-        return PlanSummary(epoch, *sizes, share.naive, share.bucketed, names, self._shares(np.sort(ids)))
+        unused = unused_slots(self._index, ids, np.repeat(plan.round_group, sizes.shape[1]), self._groups)
+        spread = [ratios(costs, self._per_step, costs.shape[1]) for costs in (plan.packed_costs, plan.costs)]
+        imbalances = Imbalance(*(float(r.mean()) for r in spread)), Imbalance(*(float(r.max()) for r in spread))
+        numbers = (self.steps(epoch), sizes.size, int((sizes == 0).sum()), len(ids), len(plan.ids) - len(ids))
+        padding = (share.naive, share.bucketed, *unused)
+        return PlanSummary(epoch, *numbers, *padding, *imbalances, names, self._shares(np.sort(ids)))
 
     def times(self, epoch: int) -> Array:
         """How often each sample stands in the epoch. int64 [I]."""
         plan = self._plan(epoch)
-        return np.bincount(plan.ids[plan.chosen()], minlength=len(self._group_of))
+        return np.bincount(plan.chosen(), minlength=len(self._group_of))
+
+    @property
+    def _per_step(self) -> int:
+        """Rounds in a step."""
+        return self._data.batch.micro_batches // self._data.batch.round
+
+    def _rounds(self, cursor: Cursor) -> slice:
+        """The rounds of the cursor's step."""
+        return slice(cursor.step * self._per_step, (cursor.step + 1) * self._per_step)
+
+    def _imbalance(self, plan: EpochPlan, rounds: slice, data_ranks: int) -> Imbalance:
+        both = (plan.packed_costs[rounds], plan.costs[rounds])
+        return Imbalance(*(float(ratios(costs, self._per_step, data_ranks)[0]) for costs in both))
 
     def _shares(self, ids: Array) -> tuple[DatasetShare, ...]:
         """`ids` are the epoch's, ascending."""
         datasets = self._data.datasets
-        good = [len(part) for part in _per_dataset(self._index, np.flatnonzero(self._group_of >= 0))]
+        good = [len(part) for part in per_dataset(self._index, np.flatnonzero(self._group_of >= 0))]
         if len(good) != len(datasets):
             return ()
         asked = [quota.asked for quota in mixture.quotas(datasets, good)]
-        served = [len(part) for part in _per_dataset(self._index, ids)]
+        served = [len(part) for part in per_dataset(self._index, ids)]
         return tuple(
             DatasetShare(dataset.name, count, n, share, n / max(1, len(ids)))
             for dataset, count, n, share in zip(datasets, good, served, asked, strict=True)
@@ -315,8 +219,8 @@ class Planner:
             rule = f"must not exceed the good samples, {good}: one global batch needs a sample a micro-batch"
             raise ConfigError("data.batch.micro_batches", least, rule, remedy)
         plan = build_epoch(self._data, self._index, self._group_of, epoch)
-        if not len(plan.rounds):
-            rule = f"makes no whole global batch of {good} good samples in {len(plan.starts) - 1} micro-batches"
+        if not len(plan.bounds):
+            rule = f"makes no whole global batch of {good} good samples: no {least} micro-batches in whole rounds"
             raise ConfigError("data.batch.micro_batches", least, rule, "lower it, or set data.batch.leftovers: pad")
         return plan
 
@@ -325,7 +229,7 @@ class Planner:
         good = np.flatnonzero(self._group_of >= 0)
         if not mixture.weighted(self._data.datasets):
             return len(good)
-        counts = [len(part) for part in _per_dataset(self._index, good)]
+        counts = [len(part) for part in per_dataset(self._index, good)]
         return sum(quota.entries for quota in mixture.quotas(self._data.datasets, counts))
 
     def _spares(self, plan: EpochPlan, cursor: Cursor, place: int, group: int, ids: tuple[int, ...]) -> tuple[int, ...]:

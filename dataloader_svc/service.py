@@ -41,8 +41,8 @@ log = logger("service")
 class Filling:
     """A task under way: whose it is, and the plan it carries out."""
 
-    def __init__(self, stream: Stream, pack: Pack, slot: int) -> None:
-        self.stream, self.pack, self.slot = stream, pack, slot
+    def __init__(self, stream: Stream, data_ranks: int, pack: Pack, slot: int) -> None:
+        self.stream, self.data_ranks, self.pack, self.slot = stream, data_ranks, pack, slot
 
 
 class Service:
@@ -158,7 +158,7 @@ class Service:
         self._sessions[identity] = session
         metrics.CLIENTS.set(len(self._sessions))
         stream = self._streams.setdefault(session.key, self._new_stream(hello))
-        self._free(stream.join(identity, hello.reader, hello.cursor))
+        self._free(stream.join(identity, hello.reader, self._planner.skips.landing(hello.cursor)))
         self._settle(stream)
         log.info("reader %s joins at %s (process %d)", _name(session), hello.cursor, hello.process.pid)
         if not self._send(identity, self._welcome()):
@@ -188,9 +188,9 @@ class Service:
         return None
 
     def _new_stream(self, hello: Hello) -> Stream:
-        ranks = hello.data_ranks
+        ranks, planner = hello.data_ranks, self._planner
         limit = self._config.loader.slots_per_stream
-        return Stream(hello.readers, limit, lambda cursor: self._planner.after(cursor, ranks))
+        return Stream(hello.readers, limit, lambda cursor: planner.skips.landing(planner.after(cursor, ranks)))
 
     def _welcome(self) -> Welcome:
         data, segment = self._config.data, self._slots.segment
@@ -240,19 +240,23 @@ class Service:
         if slot is None:
             return False
         stream.begin(cursor, slot)
-        self._submit(stream, self._planner.pack(cursor, *key), slot)
+        pack = self._planner.pack(cursor, *key)
+        metrics.IMBALANCE.labels("packed").set(pack.imbalance.packed)
+        metrics.IMBALANCE.labels("balanced").set(pack.imbalance.balanced)
+        self._submit(Filling(stream, key[1], pack, slot))
         return True
 
-    def _submit(self, stream: Stream, pack: Pack, slot: int) -> None:
+    def _submit(self, filling: Filling) -> None:
         self._last_task += 1
-        self._tasks[self._last_task] = Filling(stream, pack, slot)
+        self._tasks[self._last_task] = filling
+        pack, slot = filling.pack, filling.slot
         self._workers.submit(Task(self._last_task, slot, pack.group, pack.sample_ids, pack.spares))
 
     def _batch(self, filling: Filling, done: Done) -> Batch:
         pack = filling.pack
         return Batch(
             cursor=pack.cursor,
-            after=filling.stream.after(pack.cursor),
+            after=self._planner.after(pack.cursor, filling.data_ranks),
             batch_id=pack.batch_id,
             group=pack.group,
             slot=filling.slot,
@@ -262,6 +266,8 @@ class Service:
             step_labels=pack.step_labels,
             sample_ids=done.sample_ids,
             substituted=done.substituted,
+            skipped_from=self._planner.skips.before(pack.cursor),
+            imbalance=pack.imbalance.balanced,
         )
 
     def _hand_over(self, stream: Stream, reader: Reader, entry: Entry, now: float) -> None:

@@ -34,7 +34,13 @@ def show_index(console: Console, index: Index, report: BuildReport, plan: PlanSu
         f"Epoch 0: {plan.steps} steps of {plan.packs // max(1, plan.steps)} micro-batches, {plan.samples} samples."
     )
     console.print(
-        f"Padding: {bucketed} of all tokens in buckets; {naive} if batches were padded to their largest sample."
+        f"Padding: {bucketed} of all tokens in buckets; {naive} if batches were padded to their largest sample. "
+        f"Slots left empty: {plan.unused_images:.1%} of images, {plan.unused_clips:.1%} of clips."
+    )
+    mean, worst = plan.imbalance, plan.worst_imbalance
+    console.print(
+        f"Most loaded data rank over the mean of a step: {mean.balanced:.3f} (worst step {worst.balanced:.3f}); "
+        f"{mean.packed:.3f} ({worst.packed:.3f}) before balancing."
     )
 
 
@@ -95,8 +101,12 @@ def show_verdict(console: Console, verdict: Verdict) -> None:
     table.add_row(f"consumed in {verdict.steps} steps", f"{verdict.batches:,}", f"{verdict.samples:,}")
     table.add_row("lost", f"{verdict.lost_batches:,}", f"{verdict.lost:,}")
     table.add_row("repeated", f"{verdict.repeated_batches:,}", f"{verdict.repeated:,}")
+    table.add_row(f"passed over on request: {verdict.skipped_steps} steps", "", f"{verdict.skipped:,}")
+    if verdict.unasked_steps:
+        table.add_row(f"passed over, not in data.skip_steps: {verdict.unasked_steps} steps", "", "")
     table.add_row("not of this plan", f"{verdict.unknown_batches:,}", "")
     table.add_row("bad, left out", "", f"{verdict.left_out:,}")
     table.add_row("stand-ins for bad ones", "", f"{verdict.substituted:,}")
     console.print(table)
-    console.print("clean: every planned sample once" if verdict.clean else "NOT clean")
+    rest = " that was not to be passed over" if verdict.skipped_steps else ""
+    console.print(f"clean: every planned sample{rest} once" if verdict.clean else "NOT clean")

@@ -125,6 +125,8 @@ def _head(now: Scrape, before: Scrape | None) -> Text:
     parts.append(f"{now.value('loader_worker_restarts_total'):.0f} worker restarts")
     padding = now.by("loader_padding_ratio", "kind")
     parts.append(f"padding {padding.get('bucketed', 0):.1%} (naive {padding.get('naive', 0):.1%})")
+    load = now.by("loader_step_imbalance_ratio", "kind")
+    parts.append(f"fullest rank {load.get('balanced', 1):.2f} of the mean")
     return Text("millstream-loader: " + " · ".join(parts), style="bold")
 
 

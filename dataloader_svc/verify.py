@@ -2,7 +2,10 @@
 
 A log has one JSON object a line (`shared.consumed`) for each micro-batch that a step was made of. Several readers of
 one data rank log the same micro-batch; one of them is enough, and further equal lines of *other files* are theirs. A
-micro-batch twice in one file is a repetition.
+micro-batch twice in one file is a repetition. The number of data ranks may change from line to line.
+
+Steps count as passed over, and not as lost, where a line says that they were, the run file's `data.skip_steps` asks for
+it, and no rank consumed any part of them.
 """
 
 from collections import Counter
@@ -18,12 +21,15 @@ from shared.errors import DataError, MillstreamError
 from shared.sections import DataSection
 
 Place = tuple[int, int, int]
+Step = tuple[int, int]
 
 
 class Verdict(msgspec.Struct, frozen=True):
     """What the logs show. `lost`, `repeated` and `unknown` count planned samples (`*_batches`: micro-batches).
 
-    `left_out` are planned samples that were bad, `substituted` the spares that stood in for them.
+    `left_out` are planned samples that were bad, `substituted` the spares that stood in for them. `skipped_steps` were
+    passed over on request, with `skipped` samples; `unasked_steps` are said to have been, but data.skip_steps does not
+    hold them, so they count as lost.
     """
 
     steps: int
@@ -36,6 +42,9 @@ class Verdict(msgspec.Struct, frozen=True):
     repeated: int
     left_out: int
     substituted: int
+    skipped_steps: int = 0
+    skipped: int = 0
+    unasked_steps: int = 0
 
     @property
     def clean(self) -> bool:
@@ -66,7 +75,11 @@ def _lines(path: Path) -> Iterator[Consumed]:
 
 
 def check(planner: Planner, data: DataSection, logs: Sequence[Sequence[Consumed]]) -> Verdict:
-    """Hold the logs against the plan: from the first step logged to the last, every micro-batch once."""
+    """Hold the logs against the plan: from the first step logged to the last, every micro-batch once.
+
+    Raises:
+        ConfigError: data.skip_steps names steps that no run will reach.
+    """
     repeated = sum(count - 1 for log in logs for count in Counter(map(_coordinates, log)).values())
     lines = {_coordinates(line): line for log in logs for line in log}
     packs: dict[Place, tuple[Pack, Consumed]] = {}
@@ -84,8 +97,10 @@ def check(planner: Planner, data: DataSection, logs: Sequence[Sequence[Consumed]
 def _verdict(
     planner: Planner, data: DataSection, packs: dict[Place, tuple[Pack, Consumed]], repeated: int, unknown: int
 ) -> Verdict:
-    steps = list(_steps(planner, packs))
-    places = [(epoch, step, place) for epoch, step in steps for place in range(data.batch.micro_batches)]
+    passed, unasked = _passed_over(planner, packs)
+    steps = [step for step in _steps(planner, packs) if step not in passed]
+    width = data.batch.micro_batches
+    places = [(epoch, step, place) for epoch, step in steps for place in range(width)]
     missing = [place for place in places if place not in packs]
     lost = sum(len(_at(planner, place).sample_ids) for place in missing)
     again = sum(_too_often(planner, packs, epoch) for epoch in {e for e, _ in steps})
@@ -93,7 +108,17 @@ def _verdict(
     samples = sum(len(line.sample_ids) for _, line in packs.values())
     substituted = sum(line.substituted for _, line in packs.values())
     counts = (len(missing), repeated, unknown, lost, again, left_out, substituted)
-    return Verdict(len(steps), len(packs), samples, *counts)
+    skipped = sum(len(_at(planner, (*step, place)).sample_ids) for step in passed for place in range(width))
+    return Verdict(len(steps), len(packs), samples, *counts, len(passed), skipped, unasked)
+
+
+def _passed_over(planner: Planner, packs: dict[Place, tuple[Pack, Consumed]]) -> tuple[set[Step], int]:
+    """Steps passed over as asked, and how many more are said to have been."""
+    stretches = {(line.skipped_from, line.cursor) for _, line in packs.values() if line.skipped_from}
+    told = {step for first, end in stretches for step in _between(planner, first, end)}
+    told -= {(epoch, step) for epoch, step, _ in packs}
+    asked = {step for step in told if any(first <= Cursor(*step) < end for first, end in planner.skips.spans())}
+    return asked, len(told - asked)
 
 
 def _coordinates(line: Consumed) -> tuple[int, ...]:
@@ -126,16 +151,19 @@ def _at(planner: Planner, place: Place) -> Pack:
     return planner.pack(Cursor(epoch, step, micro), 0, 1)
 
 
-def _steps(planner: Planner, places: Iterable[Place]) -> Iterator[tuple[int, int]]:
+def _steps(planner: Planner, places: Iterable[Place]) -> Iterator[Step]:
     """Every (epoch, step) from the first one logged to the last."""
-    logged = {(epoch, step) for epoch, step, _ in places}
-    if not logged:
-        return
-    at, last = min(logged), max(logged)
-    while at <= last:
-        yield at
-        epoch, step = at
-        at = (epoch, step + 1) if step + 1 < planner.steps(epoch) else (epoch + 1, 0)
+    if logged := {Cursor(epoch, step) for epoch, step, _ in places}:
+        last = max(logged)
+        yield from _between(planner, min(logged), Cursor(last.epoch, last.step + 1))
+
+
+def _between(planner: Planner, first: Cursor, end: Cursor) -> Iterator[Step]:
+    """Every (epoch, step) from the step of `first` on, up to that of `end`."""
+    epoch, step = first.epoch, first.step
+    while (epoch, step) < (end.epoch, end.step):
+        yield epoch, step
+        epoch, step = (epoch, step + 1) if step + 1 < planner.steps(epoch) else (epoch + 1, 0)
 
 
 def _too_often(planner: Planner, packs: dict[Place, tuple[Pack, Consumed]], epoch: int) -> int:

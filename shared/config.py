@@ -20,6 +20,8 @@ from shared.batch import groups
 from shared.errors import ConfigError
 from shared.sections import DataSection, RunConfig
 
+MOST_COST = 1000.0
+
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, override, place relative paths, convert and check a run file.
@@ -208,6 +210,21 @@ def _check_batch(config: RunConfig) -> None:
     _require(need <= batch.tokens, "data.batch.tokens", batch.tokens, rule, "raise it, or lower the budgets")
 
 
+def _check_cost(config: RunConfig) -> None:
+    cost = config.data.batch.cost
+    for name in ("patch", "frame", "token", "token_pair"):
+        value = getattr(cost, name)
+        ok = math.isfinite(value) and 0 <= value <= MOST_COST
+        _require(ok, f"data.batch.cost.{name}", value, f"must be 0 to {MOST_COST:g}", "1 is what a token costs")
+    _require(cost.token > 0, "data.batch.cost.token", cost.token, "must be above 0: the others count in it", "set 1")
+
+
+def _check_skips(config: RunConfig) -> None:
+    for first, end in config.data.skip_steps:
+        rule = "must be ranges [first, end) of steps with 0 <= first < end"
+        _require(0 <= first < end, "data.skip_steps", f"[{first}, {end}]", rule, "[[100, 120]] skips steps 100 to 119")
+
+
 def _check_mesh(config: RunConfig) -> None:
     mesh, batch = config.mesh, config.data.batch
     for name in ("pipe", "data", "tensor", "expert"):
@@ -272,6 +289,8 @@ RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_image,
     _check_audio,
     _check_batch,
+    _check_cost,
+    _check_skips,
     _check_mesh,
     _check_tensor,
     _check_waits,

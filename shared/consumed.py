@@ -10,7 +10,10 @@ from shared.batch import Cursor
 
 
 class Consumed(msgspec.Struct, frozen=True):
-    """One micro-batch of one data-parallel rank. `substituted` samples are spares that stood in for bad ones."""
+    """One micro-batch of one data-parallel rank. `substituted` samples are spares that stood in for bad ones.
+
+    `skipped_from`: the steps from there to this one were passed over on request.
+    """
 
     epoch: int
     step: int
@@ -22,6 +25,7 @@ class Consumed(msgspec.Struct, frozen=True):
     substituted: int = 0
     group: int = -1
     checksum: int = 0
+    skipped_from: Cursor | None = None
 
     @property
     def cursor(self) -> Cursor:

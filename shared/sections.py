@@ -63,24 +63,49 @@ class TextSection(Section, frozen=True):
     bad_utf8: Literal["replace", "reject"] = "replace"
 
 
+class CostSection(Section, frozen=True):
+    """What a sample is taken to cost a training step, in units of one decoder token; it balances data ranks.
+
+    A sample of L tokens with an image of P patches (before the merge) and a clip of F frames (20 ms each, counted to
+    the end of its class) costs `patch` x P + `frame` x F + `token` x L + `token_pair` x L^2.
+
+    Defaults: forward FLOPs of deploy/configs/clip-l-whisper-small-3b.yaml, where a weight costs 2 a token (Kaplan et
+    al. 2020, section 2.1) and causal attention 2 x depth x width x L^2, divided by the decoder's 2 x 3.09e9 a token:
+    patch 3.02e8 / 3.09e9, and a tenth for attention over 576 patches; frame 8.5e7 / 3.09e9, likewise; token_pair
+    2 x 36 x 2048 / 6.17e9. For another model only the ratios matter: weights of a part over weights of the decoder.
+    """
+
+    patch: float = 0.1
+    frame: float = 0.03
+    token: float = 1.0
+    token_pair: float = 2.4e-5
+
+
 class BatchSection(Section, frozen=True):
     """A global batch is `micro_batches` packs of `tokens` tokens; `round` of them share one shape.
 
     `round` bounds data parallelism: the number of data-parallel ranks must divide it, so that at every
-    micro-step all ranks hold one shape and the global batch is the same for any such number.
+    micro-step all ranks hold one shape and the global batch is the same for any such number. Inside a global batch
+    samples are spread by `cost`.
     """
 
     tokens: int = 1024
     micro_batches: int = 4
     round: int = 2
     leftovers: Literal["pad", "drop"] = "pad"
+    cost: CostSection = CostSection()
 
 
 class DataSection(Section, frozen=True):
-    """What is trained on, and in which order: the section both halves must agree on."""
+    """What is trained on, and in which order: the section both halves must agree on.
+
+    `skip_steps` are ranges [first, end) of global batches that nobody trains on, numbered from 0 over all epochs as
+    the trainer's steps are. They may change between runs of one job: a checkpoint's cursor stays valid.
+    """
 
     datasets: tuple[DatasetSection, ...]
     seed: int = 0
+    skip_steps: tuple[tuple[int, int], ...] = ()
     missing_shards: Literal["fail", "skip"] = "fail"
     image: ImageSection = ImageSection()
     audio: AudioSection = AudioSection()

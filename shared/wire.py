@@ -69,7 +69,9 @@ class Batch(Message, frozen=True):
     """Daemon -> reader: a filled slot, leased until released.
 
     `counts` are samples, images, clips, tokens and label tokens in this micro-batch; `step_labels` the label tokens
-    the plan holds for the whole global batch, the same on every rank, known before the forward starts.
+    the plan holds for the whole global batch, the same on every rank, known before the forward starts. `skipped_from`
+    is where the steps begin that are passed over on request just before this batch, `imbalance` the estimated cost of
+    the step's most loaded data rank over the mean.
     """
 
     cursor: Cursor
@@ -83,6 +85,8 @@ class Batch(Message, frozen=True):
     step_labels: int
     sample_ids: tuple[int, ...]
     substituted: int = 0
+    skipped_from: Cursor | None = None
+    imbalance: float = 1.0
 
 
 class Release(Message, frozen=True):

@@ -85,6 +85,7 @@ class Batch:
         counts: samples, images, clips, tokens and label tokens in this micro-batch.
         step_labels: label tokens of the whole global batch, the same on every rank.
         sample_ids: indexes of the samples, in order; `substituted` of them replace bad ones.
+        skipped_from: where the steps begin that were passed over on request just before this batch, or None.
         wait_s: seconds the trainer waited for it.
     """
 
@@ -94,6 +95,7 @@ class Batch:
         self.batch_id, self.group, self.checksum = header.batch_id, header.group, header.checksum
         self.counts = Counts(*header.counts)
         self.step_labels, self.sample_ids, self.substituted = header.step_labels, header.sample_ids, header.substituted
+        self.skipped_from = header.skipped_from
         self.payload = torch.from_numpy(attachment.segment.payload(header.slot)[: spec.size_bytes])
         self.fields = views(self.payload, spec)
         self.kept = False

@@ -64,7 +64,7 @@ class Feed:
         taken, cursor = self._taken, batch.cursor
         place = (cursor.epoch, cursor.step, cursor.micro, self._data_rank, self._data_ranks)
         named = (batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum)
-        taken.lines.append(Consumed(*place, *named))
+        taken.lines.append(Consumed(*place, *named, skipped_from=batch.skipped_from))
         taken.tokens += batch.counts.tokens
         taken.samples += batch.counts.samples
         taken.waits_s.append(batch.wait_s)

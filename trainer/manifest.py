@@ -51,11 +51,12 @@ REMEDIES = {
 
 
 def signature_of(config: RunConfig) -> Signature:
-    """The signature of a run file's checkpoints."""
+    """The signature of a run file's checkpoints. Steps may be skipped or not: a cursor stays the same place."""
     mesh, train = config.mesh, config.train
     layout = f"pipe {mesh.pipe}, data {mesh.data}, tensor {mesh.tensor}, ZeRO {train.zero_stage}"
     model = hashlib.sha256(msgspec.json.encode(config.model)).hexdigest()[:16]
-    return Signature(layout, digest(config.data), model, f"{train.precision} {train.optim.name}")
+    data = digest(msgspec.structs.replace(config.data, skip_steps=()))
+    return Signature(layout, data, model, f"{train.precision} {train.optim.name}")
 
 
 def check_signature(name: str, saved: Signature, asked: Signature) -> None:

@@ -70,6 +70,7 @@ class DeviceBatch(msgspec.Struct, frozen=True):
     checksum: int
     wait_s: float
     preprocess_s: float
+    skipped_from: Cursor | None = None
 
     @property
     def grid_hw(self) -> tuple[int, int]:
@@ -166,7 +167,7 @@ class Preprocessor:
         tensors = self._lane.finish(staged.payload, batch.spec)
         seconds = staged.seconds + time.perf_counter() - started
         named = (batch.cursor, batch.after, batch.batch_id, batch.group, batch.counts, batch.step_labels)
-        rest = (batch.sample_ids, batch.substituted, batch.checksum, batch.wait_s, seconds)
+        rest = (batch.sample_ids, batch.substituted, batch.checksum, batch.wait_s, seconds, batch.skipped_from)
         return DeviceBatch(tensors, *named, *rest)
 
 

@@ -258,7 +258,8 @@ class Session:
 
     def _check_header(self, header: wire.Batch, granted: Granted) -> None:
         sent = f"{self.name} sent batch {header.batch_id}"
-        if header.cursor != self._expected or header.after <= header.cursor:
+        first = header.skipped_from or header.cursor
+        if not first <= self._expected <= header.cursor < header.after:
             where = f"{place(header.cursor)}, followed by {place(header.after)}"
             raise ProtocolError(f"{sent} at {where}, where {place(self._expected)} is next")
         spec = granted.specs.get(header.group)

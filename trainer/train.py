@@ -17,6 +17,7 @@ from shared.batch import Cursor
 from shared.config import endpoint, run_dir
 from shared.errors import ConfigError
 from shared.sections import RunConfig
+from shared.skips import is_skipped
 from shared.telemetry import MetricsPage, logger
 from trainer import metrics
 from trainer.checkpoint import Checkpoints
@@ -147,10 +148,16 @@ def build_feed(config: RunConfig, ranks: Ranks, client: LoaderClient) -> Feed:
 
 
 def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop: Stop) -> list[StepLine]:
-    """The loop. Returns the lines of the steps that it ran (on rank 0)."""
+    """The loop. Returns the lines of the steps that it ran (on rank 0).
+
+    Step n trains on global batch n, whatever `data.skip_steps` leaves out: the daemon passes over the same batches.
+    """
     lines: list[StepLine] = []
     cursor, saved = start.cursor, start.step
-    for step in range(start.step, config.train.steps):
+    steps = [n for n in range(start.step, config.train.steps) if not is_skipped(config.data.skip_steps, n)]
+    if ranks.is_main and (skipped := config.train.steps - start.step - len(steps)) > 0:
+        _log.info("passing over %d of the steps from %d on, as data.skip_steps asks", skipped, start.step)
+    for step in steps:
         began = time.perf_counter()
         lr = lr_at(step, config.train.steps, config.train.optim)
         result = parts.engine.train_batch(parts.feed or iter(()), lr)
@@ -161,7 +168,7 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
         record(parts, line, taken)
         if ranks.is_main:
             lines.append(line)
-        if stopping or step + 1 == config.train.steps or saves_at(step + 1, config.train.save_every):
+        if stopping or step == steps[-1] or saves_at(step + 1, config.train.save_every):
             save(parts, step + 1, cursor)
             saved = step + 1
         if stopping:

@@ -272,6 +272,17 @@ def test_the_metrics_tell_what_happened(site: Site) -> None:
     assert site.metric("loader_samples_total", modality="sample") > 0
     assert site.metric("loader_read_bytes_total") > 0
     assert 0 <= site.metric("loader_padding_ratio", kind="bucketed") < 1
+    assert 0 < site.metric("loader_unused_slots_ratio", modality="image") < 1
+    assert 0 < site.metric("loader_unused_slots_ratio", modality="audio") < 1
+    with RawReader(site.config, 1, 2) as reader:
+        reader.join()
+        told = {batch.imbalance for batch in reader.read(4)}
+        wait_until(
+            lambda: 1 < site.metric("loader_step_imbalance_ratio", kind="balanced") < 2,
+            "the step being filled is measured",
+        )
+        reader.bye()
+    assert all(1 <= ratio < 2 for ratio in told)
 
 
 def test_a_second_daemon_on_the_endpoint_is_refused_and_names_the_first(site: Site) -> None:
@@ -295,5 +306,5 @@ def test_top_shows_stages_slots_and_buckets(site: Site) -> None:
     url = f"http://127.0.0.1:{site.config.loader.metrics_port}/metrics"
     command = [sys.executable, "-m", "dataloader_svc", "top", "--once", "--url", url]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-    for word in ("ready", "decode", "handover", "p99", "free", "text"):
+    for word in ("ready", "decode", "handover", "p99", "free", "text", "fullest rank"):
         assert word in shown

@@ -32,7 +32,15 @@ def test_index_shows_shards_problems_groups_and_padding(tmp_path: Path) -> None:
     path, _ = make_run_file(tmp_path)
     shown = run("index", "--config", str(path))
     assert shown.returncode == 0, shown.stderr
-    for word in ("shards", "with image and audio", "junk_image", "Padding", "text"):
+    for word in (
+        "shards",
+        "with image and audio",
+        "junk_image",
+        "Padding",
+        "text",
+        "Slots left empty",
+        "before balancing",
+    ):
         assert word in shown.stdout
 
 

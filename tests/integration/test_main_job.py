@@ -1,7 +1,5 @@
 """The main job, as a user runs it: a daemon, a trainer under `deepspeed`, and everything that may be killed, killed."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +7,7 @@ import pytest
 
 from tests.support.daemons import Daemon, kill_process, make_run, make_run_file, serving
 from tests.support.media import sample, tone, write_tar
-from tests.support.ranks import ROOT
-from tests.support.trainers import Trainer, consumed, global_batches
+from tests.support.trainers import Trainer, consumed, global_batches, verify
 
 pytestmark = pytest.mark.slow
 
@@ -39,13 +36,6 @@ def same_training(a: Trainer, b: Trainer) -> None:
     numbers = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
     assert [[x[n] for n in numbers] for x in a.steps()] == [[x[n] for n in numbers] for x in b.steps()]
     assert consumed(a.run_dir) == consumed(b.run_dir)
-
-
-def verify(config: Path, run_dir: Path) -> "subprocess.CompletedProcess[str]":
-    """`millstream-loader verify` over the run's consumed logs."""
-    logs = [flag for path in sorted(run_dir.glob("consumed-*.jsonl")) for flag in ("--consumed", str(path))]
-    command = [sys.executable, "-m", "dataloader_svc", "verify", "--config", str(config), *logs]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_loss_falls_and_verify_finds_every_sample_once(site: Path, unbroken: Trainer) -> None:

@@ -23,14 +23,15 @@ STOP_S = 30.0
 class Daemon:
     """One `millstream-loader serve`; its log is in `log`."""
 
-    def __init__(self, config_path: Path, *extra: str) -> None:
+    def __init__(self, config_path: Path, *extra: str, cwd: Path = ROOT, **environment: str) -> None:
         self.folder = config_path.parent
         self.ready_file = self.folder / f"ready-{time.monotonic_ns()}"
         self.log_path = self.folder / f"{self.ready_file.name}.log"
         command = [sys.executable, "-m", "dataloader_svc", "serve", "--config", str(config_path)]
         command += ["--ready-file", str(self.ready_file), *extra]
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            around = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+            self.process = subprocess.Popen(command, cwd=cwd, env=around, stdout=log, stderr=log)
 
     @property
     def log(self) -> str:
@@ -73,9 +74,9 @@ def make_run_file(folder: Path, **changes: dict[str, Any]) -> tuple[Path, RunCon
 
 
 @contextlib.contextmanager
-def serving(config_path: Path, *extra: str) -> Iterator[Daemon]:
+def serving(config_path: Path, *extra: str, cwd: Path = ROOT, **environment: str) -> Iterator[Daemon]:
     """A daemon that is ready; ended at the end, whatever happens."""
-    daemon = Daemon(config_path, *extra)
+    daemon = Daemon(config_path, *extra, cwd=cwd, **environment)
     try:
         yield daemon.wait_ready()
     finally:

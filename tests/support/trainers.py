@@ -67,6 +67,13 @@ class Trainer:
         self.process.wait(TRAIN_S)
 
 
+def verify(config: Path, run_dir: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    """`millstream-loader verify` over the run's consumed logs."""
+    logs = [flag for path in sorted(run_dir.glob("consumed-*.jsonl")) for flag in ("--consumed", str(path))]
+    command = [sys.executable, "-m", "dataloader_svc", "verify", "--config", str(config), *logs, *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a JSON-lines file; [] where there is none."""
     if not path.exists():

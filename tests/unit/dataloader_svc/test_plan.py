@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from dataloader_svc.bucket import Columns, assign, sample_tokens
+from dataloader_svc.epoch import pack_starts
 from dataloader_svc.hashing import mix64, shuffled
-from dataloader_svc.plan import SPARES, Pack, Planner, pack_starts, spread
+from dataloader_svc.plan import SPARES, Pack, Planner
 from shared.batch import Cursor, groups
 from shared.errors import ConfigError, ProtocolError
 from shared.sections import AudioSection, BatchSection, DataSection, TextSection
@@ -19,6 +20,7 @@ from tests.support.media import sample, write_tar
 from tests.support.tars import built, data_section
 
 SMALL = BatchSection(tokens=256, micro_batches=4, round=2)
+COLUMNS = ("height", "clip_samples")
 
 
 def section(batch: BatchSection = SMALL, seed: int = 0) -> DataSection:
@@ -60,13 +62,14 @@ def test_every_good_sample_is_trained_once_an_epoch(samples: int, shape: tuple[i
         assert sorted(ids) == good
 
 
-def test_packs_hold_their_budgets_and_one_group() -> None:
+def test_packs_hold_their_budgets_and_what_fits_their_group() -> None:
     data, facts = section(), columns(1500)
     planner, table, group_of = Planner(data, facts), groups(data), assign(facts, data)
     for pack in rank_packs(planner, 0, 0, 1):
         group, ids = table[pack.group], np.array(pack.sample_ids, np.int64)
         assert len(ids) <= group.samples
-        assert set(group_of[ids].tolist()) <= {group.id}
+        own = [table[g] for g in group_of[ids]]
+        assert all(g.bucket == group.bucket and g.clip_samples <= group.clip_samples for g in own)
         lengths = sample_tokens(group, facts.clip_samples[ids], facts.text_tokens[ids], data.audio)
         assert lengths.sum() <= group.tokens
         assert pack.label_tokens == int((facts.text_tokens[ids] + 1).sum())
@@ -161,6 +164,27 @@ def test_a_sample_longer_than_a_pack_is_refused() -> None:
     facts = Columns(none, none, none, np.full(9, 300), none)
     with pytest.raises(ConfigError, match="must hold the largest sample, 302 tokens"):
         Planner(section(), facts).steps(0)
+
+
+def test_a_groups_short_round_rides_with_longer_clips_of_its_bucket_and_saves_packs() -> None:
+    data, facts = section(BatchSection(256, 4, 4)), columns(640)
+    planner, table, group_of = Planner(data, facts), groups(data), assign(facts, data)
+    riders = []
+    for pack in rank_packs(planner, 0, 0, 1):
+        group = table[pack.group]
+        riding = [table[int(group_of[i])] for i in pack.sample_ids if group_of[i] != pack.group]
+        assert all(g.bucket == group.bucket and g.clip_samples < group.clip_samples for g in riding)
+        riders += riding
+    assert {bool(g.clip_samples) for g in riders} == {True, False}
+    largest = [sum(1 for g in riders if g == own) for own in set(riders)]
+    assert max(largest) < 4 * max(g.samples for g in table)
+    assert planner.steps(0) < 28  # 32 where every group completes a round of its own
+
+
+def test_a_short_round_is_spread_so_that_no_rank_idles() -> None:
+    planner = Planner(section(BatchSection(256, 4, 4)), pictures(*[(64, 64)] * 5))
+    sizes = [len(planner.pack(Cursor(0, 0, 0), rank, 4).sample_ids) for rank in range(4)]
+    assert sorted(sizes) == [1, 1, 1, 2]
 
 
 # --- the same for ever ---
@@ -259,13 +283,6 @@ def test_next_fit_is_next_fit() -> None:
         assert pack_starts(tokens, 64, 5).tolist() == [*starts, len(tokens)]
 
 
-def test_a_short_round_is_filled_by_halving_its_largest_packs() -> None:
-    assert spread(np.array([0, 9, 12]), 4).tolist() == [0, 3, 5, 9, 12]
-    assert spread(np.array([0, 5, 10, 15, 20]), 4).tolist() == [0, 5, 10, 15, 20]
-    assert spread(np.array([0, 5, 10, 12]), 2).tolist() == [0, 5, 10, 11, 12]
-    assert spread(np.array([0, 2]), 4).tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("cursor", "ranks", "told"),
     [
@@ -314,6 +331,14 @@ def test_the_summary_counts_what_the_packs_hold() -> None:
     assert summary.packs == len(packs) == summary.steps * 4
     assert summary.samples == sum(len(p.sample_ids) for p in packs) == sum(summary.samples_per_group.values())
     assert 0 < summary.padding_bucketed < summary.padding_naive < 1
+    table = [groups(section())[p.group] for p in packs]
+    used = {name: [i for p in packs for i in p.sample_ids if getattr(facts, name)[i] > 0] for name in COLUMNS}
+    slots = sum(g.images for g in table), sum(g.clips for g in table)
+    assert summary.unused_images == pytest.approx(1 - len(used["height"]) / slots[0])
+    assert summary.unused_clips == pytest.approx(1 - len(used["clip_samples"]) / slots[1])
+    told = [planner.pack(Cursor(0, step), 0, 2).imbalance for step in range(summary.steps)]
+    assert summary.imbalance.balanced == pytest.approx(np.mean([t.balanced for t in told]))
+    assert summary.worst_imbalance.packed == pytest.approx(max(t.packed for t in told))
 
 
 def test_a_million_samples_are_planned_without_a_loop_over_them() -> None:

@@ -92,7 +92,8 @@ def test_the_batch_holds_the_planned_samples_and_their_counts(shop: Shop) -> Non
         assert not done.verdicts
         assert done.counts[0] == samples
         assert done.counts[1] == (samples if group.bucket else 0)
-        assert done.counts[2] == (samples if group.clip_samples else 0) == int((fields["clip_lengths_M"] > 0).sum())
+        heard = sum(1 for i in pack.sample_ids if shop.index.row(i).audio)
+        assert done.counts[2] == heard == int((fields["clip_lengths_M"] > 0).sum())
         assert done.counts[3] == int((fields["segments_T"] > 0).sum())
         assert done.counts[4] == int((fields["labels_T"] >= 0).sum()) == pack.label_tokens
 
@@ -102,9 +103,49 @@ def test_unused_places_are_zero(shop: Shop) -> None:
         payload, done = shop.fill(task_of(pack))
         fields = views(shop.specs[pack.group], payload.copy())
         assert not fields["pixels_NHWC"][done.counts[1] :].any()
-        assert not fields["clips_MS"][done.counts[2] :].any()
+        assert not fields["clip_lengths_M"][done.counts[0] :].any()
         for wave, length in zip(fields["clips_MS"], fields["clip_lengths_M"], strict=True):
             assert not wave[length:].any()
+
+
+def test_a_sample_without_a_clip_rides_with_clips_and_keeps_its_own_slot(shop: Shop) -> None:
+    heard, silent = (
+        next(i for i in range(len(shop.index)) if bool(shop.index.row(i).audio) is has and shop.index.row(i).image)
+        for has in (True, False)
+    )
+    group = next(g for g in groups(shop.config.data) if g.bucket and g.clip_samples == 48_000 and g.samples >= 2)
+    payload, done = shop.fill(Task(1, 0, group.id, (silent, heard), ()))
+    fields = views(shop.specs[group.id], payload)
+    assert done.counts[:3] == (2, 2, 1)
+    assert not done.verdicts
+    assert fields["clip_lengths_M"][0] == 0
+    assert fields["clip_lengths_M"][1] > 0
+    rows = fields["features_T"][fields["segments_T"] == 2]
+    first_clip_row = group.images * group.image_tokens + group.clip_tokens
+    assert (rows >= first_clip_row).sum() == -(-int(fields["clip_lengths_M"][1]) // 1600)
+    assert (fields["features_T"][fields["segments_T"] == 1] < group.images * group.image_tokens).all()
+    alone, _ = shop.fill(Task(1, 0, group.id, (heard,), ()))
+    whole = views(shop.specs[group.id], alone)
+    assert np.array_equal(whole["clips_MS"][0], fields["clips_MS"][1])
+    assert np.array_equal(whole["pixels_NHWC"][0], fields["pixels_NHWC"][1])
+
+
+def test_a_sample_that_comes_twice_in_one_batch_is_laid_out_twice(shop: Shop) -> None:
+    pack = max(shop.packs(), key=lambda p: len(p.sample_ids))
+    group, one = groups(shop.config.data)[pack.group], pack.sample_ids[0]
+    for careful in (False, True):
+        payload, done = shop.fill(Task(1, 0, pack.group, (one, one), (), careful=careful))
+        fields = views(shop.specs[pack.group], payload)
+        assert done.sample_ids == (one, one)
+        assert (done.counts[0], done.substituted) == (2, 0)
+        first, second = (fields["segments_T"] == n for n in (1, 2))
+        assert np.array_equal(fields["tokens_T"][first], fields["tokens_T"][second])
+        assert group.samples >= 2
+        for name in ("pixels_NHWC", "clips_MS"):
+            assert len(fields[name]) == 0 or np.array_equal(fields[name][0], fields[name][1])
+    _, done = shop.fill(Task(1, 0, pack.group, (one, one), pack.spares, skip=(one,)))
+    assert one not in done.sample_ids
+    assert len(set(done.sample_ids)) == len(done.sample_ids) == done.substituted
 
 
 def test_a_careful_task_gives_the_same_bytes_and_announces_each_sample(shop: Shop) -> None:

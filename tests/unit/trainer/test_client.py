@@ -145,6 +145,34 @@ def test_a_gap_breaks_the_protocol(daemon: FakeDaemon, endpoint: str):
         take(client, 4)
 
 
+def test_a_gap_that_was_asked_for_is_none(daemon: FakeDaemon, endpoint: str):
+    gone = CHAIN[2:5]
+
+    def skip(header: wire.Batch, pool: SlotPool) -> list[wire.Batch]:
+        if header.cursor in gone:
+            return []
+        return [msgspec.structs.replace(header, skipped_from=gone[0] if header.cursor == CHAIN[5] else None)]
+
+    daemon.before_batch = skip
+    with LoaderClient(endpoint, credits=5) as client:
+        assert take(client, 2) == CHAIN[:2]
+        batch = next(client)
+        assert (batch.cursor, batch.skipped_from) == (CHAIN[5], gone[0])
+        assert client.position == CHAIN[6]
+    with LoaderClient(endpoint, credits=5, cursor=CHAIN[3]) as client:
+        assert take(client, 1) == [CHAIN[5]]
+
+
+def test_a_gap_beyond_the_one_asked_for_breaks_the_protocol(daemon: FakeDaemon, endpoint: str):
+    def skip(header: wire.Batch, pool: SlotPool) -> list[wire.Batch]:
+        told = CHAIN[3] if header.cursor == CHAIN[5] else None
+        return [] if header.cursor in CHAIN[2:5] else [msgspec.structs.replace(header, skipped_from=told)]
+
+    daemon.before_batch = skip
+    with LoaderClient(endpoint, credits=5) as client, pytest.raises(ProtocolError, match="where e0-s1-m0 is next"):
+        take(client, 3)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [({"slot": 99}, "slot 99 of 4"), ({"group": 99}, "group 99"), ({"after": Cursor()}, "followed by e0-s0-m0")],
