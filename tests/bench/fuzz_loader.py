@@ -37,7 +37,7 @@ from tests.support.reading import Place, lines
 from tests.support.supervise import ReaderProcess
 from trainer.client import LoaderClient
 
-WAIT_S = 40.0
+WAIT_S = 240.0
 CONTROLS, DAMAGED, TARS, FRAMES = 12, 100, 4, 300
 PATIENT = {"quarantine": {"max_consecutive": 100_000, "max_share": 1.0}}
 
@@ -131,7 +131,7 @@ def fuzz_socket(rng: random.Random, folder: Path) -> Tally:
 
 def fuzz_kills(rng: random.Random, folder: Path, steps: int = 80) -> Tally:
     """SIGKILL of workers and daemons at any moment, and of a reader that another one succeeds."""
-    path, config = make_run(folder, 40, 2, loader={"workers": 2})
+    path, config = make_run(folder, 40, 2, loader={"workers": 2, "worker_s": WAIT_S})
     tally, micro_batches = Counter[str](), config.data.batch.micro_batches
     daemon = Daemon(path).wait_ready()
     try:

@@ -12,6 +12,7 @@ import msgspec
 
 from dataloader_svc.plan import Planner
 from dataloader_svc.verify import check, read_logs
+from shared.batch import Cursor
 from shared.config import endpoint
 from shared.sections import RunConfig
 from tests.support.daemons import serving
@@ -53,12 +54,13 @@ def in_order(planner: Planner, log: Path, place: Place, steps: int) -> str:
 
 
 def same_bits(logs: dict[Place, Path]) -> str:
-    """All readers of a data rank were given the same bytes at every place."""
-    sums: dict[int, list[int]] = {}
+    """All readers of a data rank were given the same bytes at every place that they have in common."""
+    sums: dict[tuple[int, Cursor], int] = {}
     for place, log in logs.items():
-        own = [line.checksum for line in lines(log)]
-        hold(sums.setdefault(place.rank, own) == own, f"{place.name} has other checksums than another of its rank")
-    return f"{sum(map(len, sums.values()))} checksums equal among the readers of each rank"
+        for line in lines(log):
+            same = sums.setdefault((place.rank, line.cursor), line.checksum) == line.checksum
+            hold(same, f"{place.name} and another of its rank were given different bytes at {name(line.cursor)}")
+    return f"{len(sums)} batches, the same bytes for all readers of a rank"
 
 
 def exactly_once(planner: Planner, config: RunConfig, logs: Sequence[Path], steps: int) -> str:
