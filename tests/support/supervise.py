@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from shared.config import load
 from tests.support.daemons import Daemon, alive, kill_process
 from tests.support.ordering import hold
 from tests.support.reading import Pace, Place, start
 from tests.support.watch import Footprint, footprint
 
-SEGMENTS = "millstream-"
 END_S = 60.0
 LEAD = 64
 
@@ -71,7 +71,7 @@ class Site:
     """
 
     def __init__(self, config: Path, folder: Path, places: list[Place], steps: int) -> None:
-        self.config = config
+        self.config, self._shm_dir = config, load(config).loader.shm_dir
         self._pace = Pace(folder / "pace")
         self.kills: Counter[str] = Counter()
         self._old_logs: list[Path] = []
@@ -140,7 +140,7 @@ class Site:
         pids = [("daemon", self.daemon.process.pid), *(("worker", pid) for pid in self.workers())]
         for role, pid in (*pids, *(("readers", reader.process.pid) for reader in self.readers)):
             try:
-                yield role, pid, footprint(pid, SEGMENTS)
+                yield role, pid, footprint(pid, self._shm_dir)
             except (FileNotFoundError, ProcessLookupError):
                 continue
 

@@ -30,17 +30,15 @@ class Footprint(msgspec.Struct, frozen=True):
         return Footprint(*(a + b for a, b in pairs))
 
 
-def footprint(pid: int, segment_prefix: str) -> Footprint:
-    """Of a live process.
+def footprint(pid: int, shm_dir: str) -> Footprint:
+    """Of a live process, whose segments lie in `shm_dir`.
 
     Raises:
         FileNotFoundError, ProcessLookupError: it has ended.
     """
     process = Path(f"/proc/{pid}")
     memory = _numbers(process / "smaps_rollup")
-    paths = {
-        line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines() if segment_prefix in line
-    }
+    paths = {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines() if shm_dir in line}
     threads = _numbers(process / "status")["Threads"]
     return Footprint(
         memory["Pss"] * KIB, memory["Anonymous"] * KIB, len(list((process / "fd").iterdir())), threads, len(paths)
