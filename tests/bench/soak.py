@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,13 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shared.sections import RunConfig
 from tests.bench import soak_laws as laws
-from tests.bench.report import dated, machine, table, today
+from tests.bench.report import dated
+from tests.bench.soak_report import Outcome, report
 from tests.support.daemons import make_run_file
 from tests.support.media import Member, photo, tone, write_tar
 from tests.support.ordering import Broken, planner_of
-from tests.support.reading import Place
+from tests.support.reading import Place, lines
 from tests.support.supervise import Site
-from tests.support.watch import sparkline
 
 RANKS, READERS, WORKERS, SHARDS = 2, 2, 2, 4
 DATA = {
@@ -41,7 +42,9 @@ LOADER = {"workers": WORKERS, "threads": 1, "slots_per_stream": 8, "max_streams"
 STEPS_A_KILL, WINDOWS, SAMPLES = 500, 64, 60
 QUIET_SHARE = 0.75
 SETTLE_S, POLL_S, STALL_S = 1.5, 0.02, 300.0
-MIB = 1 << 20
+PLACES = [Place(rank, RANKS, reader, READERS) for rank in range(RANKS) for reader in range(READERS)]
+
+Laws = dict[str, Callable[[], str]]
 
 
 class Accident(msgspec.Struct, frozen=True, order=True):
@@ -50,18 +53,6 @@ class Accident(msgspec.Struct, frozen=True, order=True):
     step: int
     target: str
     again_s: float = 0.0
-
-
-class Outcome(msgspec.Struct):
-    """What a run was and what came of it."""
-
-    steps: int
-    epochs: int
-    seconds: float
-    stall_s: float
-    kills: dict[str, int]
-    samples: list[laws.Sample]
-    verdicts: list[tuple[str, bool, str]]
 
 
 def accidents(rng: random.Random, steps: int, count: int) -> list[Accident]:
@@ -166,87 +157,47 @@ def soak(folder: Path, shm: Path, steps: int, kills: int, samples: int, seed: in
     """Prepare, run, and examine."""
     path, config = prepare(folder, shm, samples, seed)
     (logs_folder := folder / "logs").mkdir()
-    rng = random.Random(seed)
-    places = [Place(rank, RANKS, reader, READERS) for rank in range(RANKS) for reader in range(READERS)]
+    rng, began = random.Random(seed), time.monotonic()
     task = progress.add_task("reading", total=steps)
-    with Site(path, logs_folder, places, steps) as site:
+    with Site(path, logs_folder, PLACES, steps) as site:
         run = Soak(site, shm, accidents(rng, steps, kills), steps, rng)
-        began = time.monotonic()
-        broken = list(_run(run, lambda step: progress.update(task, completed=step)))
-        seconds = time.monotonic() - began
-        broken += [] if broken else [_ended(site)]
-        outputs = list(site.outputs())
-    task = progress.add_task("examining", total=None)
-    logs = {place: place.log(logs_folder) for place in places}
-    planner = planner_of(config)
-    examined = {f"order of {p.name}": lambda p=p: laws.in_order(planner, logs[p], p, steps) for p in places} | {
-        "exactly once": lambda: laws.exactly_once(planner, config, list(logs.values()), steps),
-        "same bits": lambda: laws.same_bits(logs),
+        found = list(_run(run, site, lambda step: progress.update(task, completed=step)))
+        seconds, outputs = time.monotonic() - began, list(site.outputs())
+    progress.add_task("examining", total=None)
+    logs = {place: place.log(logs_folder) for place in PLACES}
+    alone: Laws = {
         "flat": lambda: laws.flat(run.samples),
         "logs": lambda: laws.no_traceback(outputs),
         "nothing left": lambda: laws.nothing_left(folder, shm),
-        "as undisturbed": lambda: laws.as_undisturbed(path, config, logs, WINDOWS, seed),
     }
-    found = [*broken, *laws.verdicts(examined)]
-    progress.remove_task(task)
-    epochs = 1 + max((line.epoch for line in laws.lines(logs[places[0]])[-1:]), default=0)
-    return Outcome(steps, epochs, seconds, run.stall_s, dict(site.kills), run.samples, found)
+    found += laws.verdicts({**alone, **_reading_laws(path, config, logs, steps, seed)})
+    epochs = max((line.epoch + 1 for log in logs.values() for line in lines(log)[-1:]), default=0)
+    mesh = f"{RANKS} data ranks of {READERS} readers each"
+    return Outcome(steps, epochs, mesh, seconds, run.stall_s, dict(site.kills), run.samples, found)
 
 
-def _run(run: Soak, show: Callable[[int], None]) -> Iterator[tuple[str, bool, str]]:
-    """Nothing, or the law that ended the run early."""
+def _run(run: Soak, site: Site, show: Callable[[int], None]) -> Iterator[tuple[str, bool, str]]:
+    """Run to the end and end the daemon: how that went."""
     try:
         run.run(show)
     except Broken as broken:
         yield "run", False, str(broken)
+    else:
+        code = site.daemon.terminate()
+        yield "end", code == 0, f"the daemon ended with {code} when told to"
 
 
-def _ended(site: Site) -> tuple[str, bool, str]:
-    code = site.daemon.terminate()
-    return "end", code == 0, f"the daemon ended with {code} when told to"
-
-
-def report(outcome: Outcome, command: str) -> list[str]:
-    """The result as Markdown."""
-    killed = ", ".join(f"{count} of a {who}" for who, count in sorted(outcome.kills.items()))
-    lines = ["# Soak", "", f"{today()}, {machine()}; `{command}`", ""]
-    lines += [f"{outcome.steps} steps over {outcome.epochs} epochs, {RANKS} data ranks of {READERS} readers each, in "]
-    lines[-1] += f"{outcome.seconds:.0f} s ({outcome.steps / outcome.seconds:.0f} steps/s, restarts included)."
-    lines += [f"SIGKILLs: {killed or 'none'}. Longest standstill of the slowest reader: {outcome.stall_s:.1f} s.", ""]
-    lines += table(
-        ("law", "holds", "found"),
-        [(law, "yes" if holds else "**no**", found.split("\n")[0]) for law, holds, found in outcome.verdicts],
-    )
-    lines += ["", "## What the processes held", "", *_plots(outcome.samples), ""]
-    lines += table(("step", "s", *COLUMNS), _rows(outcome.samples))
-    return lines
-
-
-COLUMNS: dict[str, Callable[[laws.Sample], int]] = {
-    "PSS MiB": lambda s: s.of().pss_bytes // MIB,
-    "daemon MiB": lambda s: s.of("daemon").pss_bytes // MIB,
-    "workers MiB": lambda s: s.of("worker").pss_bytes // MIB,
-    "readers MiB": lambda s: s.of("readers").pss_bytes // MIB,
-    "descriptors": lambda s: s.of().fds,
-    "threads": lambda s: s.of().threads,
-    "mapped segments": lambda s: s.of().segments,
-    "segment files": lambda s: s.files,
-}
-"""Over all processes, which are as many in every sample."""
-
-
-def _plots(samples: list[laws.Sample]) -> Iterator[str]:
-    width = max(map(len, COLUMNS))
-    yield "```text"
-    for column, value in COLUMNS.items():
-        values = [value(sample) for sample in samples]
-        yield f"{column:<{width}} {sparkline(values)} {min(values, default=0)} to {max(values, default=0)}"
-    yield "```"
-
-
-def _rows(samples: list[laws.Sample]) -> Iterator[tuple[object, ...]]:
-    for sample in samples[:: max(1, len(samples) // 20)]:
-        yield (sample.step, round(sample.seconds), *(value(sample) for value in COLUMNS.values()))
+def _reading_laws(path: Path, config: RunConfig, logs: dict[Place, Path], steps: int, seed: int) -> Laws:
+    planner = planner_of(config)
+    ordered: Laws = {
+        f"order of {place.name}": partial(laws.in_order, planner, log, place, steps) for place, log in logs.items()
+    }
+    return {
+        **ordered,
+        "exactly once": lambda: laws.exactly_once(planner, config, list(logs.values()), steps),
+        "same bits": lambda: laws.same_bits(logs),
+        "as undisturbed": lambda: laws.as_undisturbed(path, config, logs, WINDOWS, seed),
+    }
 
 
 def main(
@@ -268,9 +219,9 @@ def main(
     ):
         outcome = soak(Path(folder) / "run", Path(shm), steps, count, samples, seed, progress)
     command = f"python -m tests.bench.soak --steps {steps} --kills {count} --samples {samples} --seed {seed}"
-    lines = report(outcome, command)
-    (out or dated("soak")).write_text("\n".join(lines) + "\n")
-    typer.echo("\n".join(lines))
+    text = "\n".join(report(outcome, command))
+    (out or dated("soak")).write_text(text + "\n")
+    typer.echo(text)
     broken = [f"{law}: {found}" for law, holds, found in outcome.verdicts if not holds]
     typer.echo("\n\n".join(broken), err=True)
     sys.exit(bool(broken))

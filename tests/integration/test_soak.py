@@ -11,13 +11,13 @@ from rich.progress import Progress
 from shared.config import load
 from shared.sections import RunConfig
 from tests.bench import soak_laws as laws
-from tests.bench.soak import RANKS, READERS, Outcome, accidents, report, soak
+from tests.bench.soak import PLACES, accidents, soak
+from tests.bench.soak_report import Outcome, report
 from tests.support.ordering import Broken, planner_of
 from tests.support.reading import Line, Place, lines
 from tests.support.watch import FEWEST, Footprint
 
 STEPS, SEED = 200, 5
-PLACES = [Place(rank, RANKS, reader, READERS) for rank in range(RANKS) for reader in range(READERS)]
 MIB = 1 << 20
 
 
