@@ -2,7 +2,11 @@
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 2>/dev/null))
 BIN := .venv/bin
 
-.PHONY: demo test parity lint clean help
+MINUTES ?= 30
+STEPS ?= 50000
+SEED ?= 0
+
+.PHONY: demo test parity soak fuzz lint clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -14,6 +18,12 @@ test: .venv/installed   ## every test that this machine can run
 
 parity: .venv/installed   ## every layout against one process, as a table of differences, some ten minutes
 	$(BIN)/python -m tests.bench.parity
+
+soak: .venv/installed   ## 50,000 steps (STEPS=, SEED=) while processes are killed: exactly once, bit for bit, nothing grows
+	$(BIN)/python -m tests.bench.soak --steps $(STEPS) --seed $(SEED)
+
+fuzz: .venv/installed   ## damage of every kind against real daemons, 30 minutes (MINUTES=, SEED=)
+	$(BIN)/python -m tests.bench.fuzz_loader --minutes $(MINUTES) --seed $(SEED)
 
 lint: .venv/installed   ## style and types
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ slot. It may die at any time without harm to the daemon. It ends when the socket
 daemon dies, so none outlives a `kill -9` of its parent.
 """
 
+import contextlib
 import ctypes
 import io
 import os
@@ -46,10 +47,13 @@ def main() -> None:
         setup = msgspec.msgpack.decode(file.read(), type=Setup)
     said = silence(int(sys.argv[3]))
     setup_logging("loader-worker")
+    with contextlib.suppress(ConnectionError):  # the daemon hung up or died: nobody is left to serve or to tell
+        _serve_or_refuse(setup, channel, said)
+
+
+def _serve_or_refuse(setup: Setup, channel: socket.socket, said: Said) -> None:
     try:
         _serve(setup, channel, said)
-    except ConnectionError:
-        return  # the daemon hung up while a task was under way
     except ConfigError as error:
         _send(channel, Refused(str(error), tuple(map(str, (error.name, error.value, error.rule, error.remedy)))))
     except MillstreamError as error:

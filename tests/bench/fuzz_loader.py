@@ -1,18 +1,16 @@
-"""Damage of every kind against real daemons: `python -m tests.bench.fuzz_loader --minutes 8 --seed 1`.
+"""Damage of every kind against real daemons: `python -m tests.bench.fuzz_loader --minutes 30 --seed 1` (`make fuzz`).
 
 Rounds of four kinds take turns until the time is over: damaged media, damaged tars, lies on the socket, and `kill -9`
 of workers, daemons and readers. A verifying client reads meanwhile. What must hold, whatever was thrown: the daemon
-neither crashes nor hangs, and every good sample comes in its planned place, once. Prints what was tried and what came
-back; exit code 1 when anything did not hold. What a round throws follows from the seed and its number.
+neither crashes nor hangs, and every good sample comes in its planned place, once. Writes what was tried, by kind of
+damage, and what came back to a dated result; exit code 1 when anything did not hold. What a round throws follows from
+the seed and its number.
 """
 
 import argparse
 import itertools
-import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,37 +21,27 @@ from typing import Any
 
 import msgspec
 import zmq
-from rich.console import Console
-from rich.table import Table
 
-from dataloader_svc.index import Index
-from dataloader_svc.plan import Planner
-from dataloader_svc.shards import expand
+from dataloader_svc.plan import Pack
 from shared.batch import Cursor
 from shared.config import endpoint
 from shared.sections import RunConfig
 from shared.wire import Hello, Process, start_ticks, this_process
-from tests.support.daemons import ROOT, Daemon, kill_process, make_run, make_run_file, serving
+from tests.bench.report import dated, machine, table, today
+from tests.support.daemons import Daemon, kill_process, make_run, make_run_file, serving, wait_until
 from tests.support.media import photo, sample, write_tar
 from tests.support.mutate import FILE, TAR, frames, media, mutated
+from tests.support.ordering import hold, index_of, planner_of, walk
 from tests.support.reader import RawReader
+from tests.support.reading import Place, lines
+from tests.support.supervise import ReaderProcess
 from trainer.client import LoaderClient
 
-WAIT_S = 40.0
+WAIT_S = 240.0
 CONTROLS, DAMAGED, TARS, FRAMES = 12, 100, 4, 300
 PATIENT = {"quarantine": {"max_consecutive": 100_000, "max_share": 1.0}}
 
 Tally = Counter[str]
-
-
-class Broken(Exception):
-    """A law that did not hold."""
-
-
-def hold(ok: bool, law: str) -> None:
-    """Raise Broken unless `ok`."""
-    if not ok:
-        raise Broken(law)
 
 
 def reader(config: RunConfig, cursor: Cursor = Cursor()) -> LoaderClient:  # noqa: B008  frozen
@@ -88,75 +76,73 @@ def read_epoch(path: Path, config: RunConfig, good: set[str]) -> Tally:
     return Counter(samples=len(index), served=len(seen), stand_ins=stand_ins, worker_crashes=restarts)
 
 
-def index_of(config: RunConfig) -> Index:
-    return Index.open(expand(config.data.datasets, "skip"), config.data, None)
-
-
 def fuzz_media(rng: random.Random, folder: Path) -> Tally:
     """Damaged pictures, clips and captions among good ones, some under a wrong name."""
     (folder / "data").mkdir()
     good = controls(rng, folder / "data")
-    members = []
+    members, tried = [], Counter[str]()
     for i in range(DAMAGED):
         field, data = media(rng)
         name = rng.choice(("jpg", "png", "wav", "mp3")) if rng.random() < 0.1 else field
-        members.append((f"bad{i:03d}.{name}", mutated(data, rng, FILE)))
-        members.append((f"bad{i:03d}.txt", mutated(b"a caption of a few words", rng, FILE)))
+        tried[f"{field} as {name}" if name != field else field] += 1
+        members.append((f"bad{i:03d}.{name}", mutated(data, rng, FILE, tried)))
+        members.append((f"bad{i:03d}.txt", mutated(b"a caption of a few words", rng, FILE, tried)))
     write_tar(folder / "data" / "bad.tar", members)
     path, config = make_run_file(folder, loader=PATIENT)
-    return read_epoch(path, config, good)
+    return read_epoch(path, config, good) + tried
 
 
 def fuzz_tars(rng: random.Random, folder: Path) -> Tally:
     """Damaged tars beside a good one."""
     (folder / "data").mkdir()
-    good = controls(rng, folder / "data")
+    good, tried = controls(rng, folder / "data"), Counter[str]()
     for number in range(TARS):
         path = folder / "data" / f"bad{number}.tar"
         keys = [f"t{number}k{i}" for i in range(6)]
         write_tar(
             path, [m for i, key in enumerate(keys) for m in ((f"{key}.jpg", photo(64, 64, i)), (f"{key}.txt", b"x"))]
         )
-        path.write_bytes(mutated(path.read_bytes(), rng, TAR))
+        path.write_bytes(mutated(path.read_bytes(), rng, TAR, tried))
     path, config = make_run_file(folder, data={"missing_shards": "skip"}, loader=PATIENT)
-    return read_epoch(path, config, good)
+    return read_epoch(path, config, good) + tried
 
 
 def fuzz_socket(rng: random.Random, folder: Path) -> Tally:
     """Noise, lies and floods from other sockets, while an honest reader goes on."""
     path, config = make_run(folder, 24, 2)
+    tried: Tally = Counter()
     with serving(path) as daemon, reader(config) as client, RawReader(config) as liar, zmq.Context() as context:
         process = Process(os.getppid(), start_ticks(os.getppid()), this_process().namespace)
         hello: Hello = msgspec.structs.replace(liar.hello(), process=process)
-        places = planned(config, Cursor())
+        places = walk(planner_of(config))
         client.connect()
         for _ in range(FRAMES // 10):
             with context.socket(zmq.DEALER) as socket:
                 socket.setsockopt(zmq.LINGER, 200)
                 socket.connect(endpoint(config))
                 for _ in range(10):
-                    socket.send_multipart(frames(rng, hello))
+                    socket.send_multipart(frames(rng, hello, tried))
                 follow(client, places, 2)
         hold(daemon.process.poll() is None, f"the daemon lives\n{daemon.log[-2000:]}")
         hold(client.reconnects == 0, "an honest reader keeps its session")
         hold(daemon.terminate() == 0 and "Traceback" not in daemon.log, f"it ends as told\n{daemon.log[-2000:]}")
-    return Counter(messages=FRAMES, batches=FRAMES // 10 * 2)
+    return Counter(messages=FRAMES, batches=FRAMES // 10 * 2) + tried
 
 
 def fuzz_kills(rng: random.Random, folder: Path, steps: int = 80) -> Tally:
     """SIGKILL of workers and daemons at any moment, and of a reader that another one succeeds."""
-    path, config = make_run(folder, 40, 2, loader={"workers": 2})
-    places, tally, micro_batches = planned(config, Cursor()), Counter[str](), config.data.batch.micro_batches
+    path, config = make_run(folder, 40, 2, loader={"workers": 2, "worker_s": WAIT_S})
+    tally, micro_batches = Counter[str](), config.data.batch.micro_batches
     daemon = Daemon(path).wait_ready()
     try:
+        places = walk(planner_of(config))
         with reader(config) as client:
             for _ in range(steps // 2):
                 follow(client, places, micro_batches)
                 tally["batches"] += micro_batches
                 daemon = harm(rng, daemon, path, tally)
             cursor = client.position
-        while tally["batches"] < steps * micro_batches:
-            cursor = read_and_die(rng, path, cursor, places, tally)
+        tally += killed_readers(rng, path, config, cursor, steps // 2 * micro_batches)
         hold("Traceback" not in daemon.log, f"no traceback\n{daemon.log[-2000:]}")
     finally:
         daemon.kill()
@@ -176,62 +162,30 @@ def harm(rng: random.Random, daemon: Daemon, path: Path, tally: Tally) -> Daemon
     return daemon
 
 
-def planned(config: RunConfig, cursor: Cursor) -> Iterator[tuple[Cursor, tuple[int, ...]]]:
-    """Places and samples from `cursor` on, by the plan alone."""
-    planner = Planner(config.data, index_of(config))
-    while True:
-        yield cursor, planner.pack(cursor, 0, 1).sample_ids
-        cursor = planner.after(cursor, 1)
-
-
-def follow(client: LoaderClient, places: Iterator[tuple[Cursor, tuple[int, ...]]], count: int) -> None:
+def follow(client: LoaderClient, places: Iterator[tuple[Pack, Cursor]], count: int) -> None:
     """Read `count` batches: each at the next planned place, with the planned samples."""
-    for place, batch in zip(itertools.islice(places, count), client, strict=False):
-        hold((batch.cursor, batch.sample_ids) == place, f"{place} is next, {batch.cursor} {batch.sample_ids} came")
+    for (pack, _), batch in zip(itertools.islice(places, count), client, strict=False):
+        place, came = (pack.cursor, pack.sample_ids), (batch.cursor, batch.sample_ids)
+        hold(came == place, f"{place} is next, {came} came")
 
 
-def read_and_die(
-    rng: random.Random, path: Path, cursor: Cursor, places: Iterator[tuple[Cursor, tuple[int, ...]]], tally: Tally
-) -> Cursor:
-    """Start a reader process at `cursor`, kill it after some batches, check what it wrote; the cursor it came to."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.bench.fuzz_loader",
-        "--reader",
-        str(path),
-        json.dumps(list(vars_of(cursor))),
-    ]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout
-        try:
-            lines = [child.stdout.readline() for _ in range(rng.randrange(1, 30))]
-        finally:
-            child.send_signal(signal.SIGKILL)
-        lines += child.stdout.readlines()
-    for line in filter(lambda text: text.endswith("\n"), lines):
-        came, ids, after = json.loads(line)
-        place = next(places)
-        hold((Cursor(*came), tuple(ids)) == place, f"{place} is next, {came} {ids} came to a reader that was killed")
-        cursor = Cursor(*after)
-        tally["batches"] += 1
-    tally["killed readers"] += 1
-    return cursor
-
-
-def vars_of(cursor: Cursor) -> tuple[int, int, int]:
-    return cursor.epoch, cursor.step, cursor.micro
-
-
-def read_for_ever(path: str, cursor: str) -> None:
-    """The reader that is killed: a line for each batch it has consumed."""
-    from shared.config import load
-
-    with reader(load(path), Cursor(*json.loads(cursor))) as client:
-        for batch in client:
-            line = [vars_of(batch.cursor), batch.sample_ids, vars_of(batch.after)]
-            sys.stdout.write(json.dumps(line) + "\n")
-            sys.stdout.flush()
+def killed_readers(rng: random.Random, path: Path, config: RunConfig, cursor: Cursor, count: int) -> Tally:
+    """Reader processes, each killed after some batches and succeeded by one that goes on where the log ends."""
+    at = f"--cursor={cursor.epoch},{cursor.step},{cursor.micro}"
+    process, kills = ReaderProcess(path, path.parent, Place(), at), 0
+    try:
+        while (done := process.count()) < count:
+            until = done + rng.randrange(1, 30)
+            wait_until(lambda until=until: process.finished() or process.count() >= until, "some batches", WAIT_S)
+            process.kill()
+            kills += 1
+    finally:
+        process.end()
+    logged = lines(process.log)
+    for line, (pack, after) in zip(logged, walk(planner_of(config), cursor), strict=False):
+        place, came = (pack.cursor, pack.sample_ids, after), (line.cursor, line.sample_ids, line.after)
+        hold(came == place, f"{place} is next, {came} came to a reader that was killed")
+    return Counter({"batches": len(logged), "killed readers": kills})
 
 
 KINDS: dict[str, Callable[[random.Random, Path], Tally]] = {
@@ -259,30 +213,30 @@ def run(minutes: float, seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> tup
     raise AssertionError("rounds never end")
 
 
-def show(tallies: dict[str, Tally], failures: list[str]) -> None:
-    """The table, and what did not hold."""
-    table = Table("kind", "what was tried and what came back", title="Loader under damage")
-    for kind, tally in tallies.items():
-        table.add_row(kind, ", ".join(f"{count} {what}" for what, count in tally.items()))
-    console = Console()
-    console.print(table)
-    for failure in failures:
-        console.print(failure, markup=False)
+def report(tallies: dict[str, Tally], failures: list[str], command: str) -> list[str]:
+    """The result as Markdown."""
+    lines = ["# Loader under damage", "", f"{today()}, {machine()}; `{command}`", ""]
+    rows = [(kind, what, count) for kind, tally in tallies.items() for what, count in tally.items()]
+    lines += table(("kind", "what was tried and what came back", "count"), rows)
+    lines += ["", f"{len(failures)} rounds in which a law did not hold.", ""]
+    return lines + [f"    {line}" for failure in failures for line in failure.splitlines()]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The program; its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=KINDS, action="append", help="only rounds of this kind; may be repeated")
-    parser.add_argument("--reader", nargs=2, metavar=("CONFIG", "CURSOR"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=dated("fuzz"), help="Markdown to write; fuzz_cpu_<date>.md without")
     options: Any = parser.parse_args(arguments)
-    if options.reader:
-        read_for_ever(*options.reader)
-        return 0
-    tallies, failures = run(options.minutes, options.seed, tuple(options.only or KINDS))
-    show(tallies, failures)
+    kinds = tuple(options.only or KINDS)
+    tallies, failures = run(options.minutes, options.seed, kinds)
+    only = "".join(f" --only {kind}" for kind in options.only or ())
+    command = f"python -m tests.bench.fuzz_loader --minutes {options.minutes:g} --seed {options.seed}{only}"
+    text = "\n".join(report(tallies, failures, command))
+    options.out.write_text(text + "\n")
+    sys.stdout.write(text + "\n")
     return bool(failures)
 
 

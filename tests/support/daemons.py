@@ -16,7 +16,7 @@ from tests.support.media import write_dataset
 from tests.support.runs import run_file
 
 ROOT = Path(__file__).parents[2]
-START_S = 90.0
+START_S = 240.0
 STOP_S = 30.0
 
 

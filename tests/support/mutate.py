@@ -1,7 +1,8 @@
-"""Seeded damage: to the bytes of a file, of a tar, and to messages of the wire protocol."""
+"""Seeded damage: to the bytes of a file, of a tar, and to messages of the wire protocol. `tried` counts its kinds."""
 
 import random
 import struct
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -59,11 +60,14 @@ FILE: tuple[Bytes, ...] = (flip, cut, splice, word, trail)
 TAR: tuple[Bytes, ...] = (flip, cut, splice, tar_block, tar_block)
 
 
-def mutated(data: bytes, rng: random.Random, ways: tuple[Bytes, ...] = FILE) -> bytes:
+def mutated(data: bytes, rng: random.Random, ways: tuple[Bytes, ...], tried: Counter[str]) -> bytes:
     """One to three kinds of damage."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        out = rng.choice(ways)(out, rng) if out else out
+        if out:
+            way = rng.choice(ways)
+            out = way(out, rng)
+            tried[way.__name__] += 1
     return bytes(out)
 
 
@@ -79,21 +83,19 @@ def media(rng: random.Random) -> tuple[str, bytes]:
     return field, photo(width, height, rng.randrange(1000), form, rng.choice((1, 1, 6, 8)))
 
 
-def frames(rng: random.Random, hello: wire.Hello) -> list[bytes]:
+def frames(rng: random.Random, hello: wire.Hello, tried: Counter[str]) -> list[bytes]:
     """One message that no honest reader sends: noise, a damaged message, or a well-formed one full of lies."""
-    kind = rng.randrange(6)
-    if kind == 0:
+    kind = rng.choice(("noise", "many frames", "damaged message", "unknown message", "lie", "lie"))
+    tried[kind] += 1
+    if kind == "noise":
         return [rng.randbytes(rng.choice((0, 1, 3, 60, 5000)))]
-    if kind == 1:
+    if kind == "many frames":
         return [wire.encode(_lie(rng, hello)) for _ in range(rng.choice((2, 3)))]
-    if kind == 2:
-        return [mutated(wire.encode(_lie(rng, hello)), rng)]
-    if kind == 3:
-        return [
-            msgspec.msgpack.encode(
-                {"type": rng.choice(("Hello", "Credit", "Batch", "x")), "count": rng.choice(NUMBERS)}
-            )
-        ]
+    if kind == "damaged message":
+        return [mutated(wire.encode(_lie(rng, hello)), rng, FILE, tried)]
+    if kind == "unknown message":
+        unknown = {"type": rng.choice(("Hello", "Credit", "Batch", "x")), "count": rng.choice(NUMBERS)}
+        return [msgspec.msgpack.encode(unknown)]
     return [wire.encode(_lie(rng, hello))]
 
 

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +29,7 @@ from shared.errors import ConfigError, DataError
 from shared.sections import RunConfig
 from shared.slots import SlotPool
 from tests.support.crash import deadly_photo, install
-from tests.support.daemons import alive, make_run, make_run_file, wait_until
+from tests.support.daemons import ROOT, alive, make_run, make_run_file, wait_until
 from tests.support.media import photo, tone, write_tar
 
 POISON = 0xFF
@@ -293,6 +296,19 @@ def test_a_worker_process_fills_the_same_bytes_as_this_one(shop: Shop, house: Ho
         payload, here = shop.fill(task)
         assert done[task.id].checksum == here.checksum
         assert np.array_equal(house.slots.segment.payload(task.slot)[: len(payload)], payload)
+
+
+def test_a_worker_whose_daemon_died_while_it_started_ends_without_a_word(shop: Shop, tmp_path: Path) -> None:
+    """Its segment is gone too, as after a successor's sweep, so it cannot start and has nobody to tell."""
+    gone = Setup(shop.config.data, shop.config.loader, shop.shards, str(tmp_path / "gone"), 4, 4096, None)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    (tmp_path / "setup").write_bytes(msgspec.msgpack.encode(gone))
+    with theirs, open(tmp_path / "setup", "rb") as setup, open(tmp_path / "log", "wb") as log:
+        fds = (theirs.fileno(), setup.fileno(), log.fileno())
+        command = [sys.executable, "-m", "dataloader_svc.worker", *map(str, fds)]
+        ran = subprocess.run(command, cwd=ROOT, pass_fds=fds, capture_output=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr, (tmp_path / "log").read_bytes()) == (0, b"", b"", b"")
 
 
 def test_a_killed_worker_is_replaced_and_its_batches_are_the_same(shop: Shop, house: House) -> None:
