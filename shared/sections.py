@@ -222,7 +222,7 @@ class TrainSection(Section, frozen=True):
     """The training run. `init_from` is a safetensors file in this model's names that step 0 starts from.
 
     `attention` names a backend of `trainer.models.attention`; `auto` takes the fastest that is right on this machine.
-    `compile` compiles the blocks of decoder and encoders with torch.compile; `auto` does so on CUDA. `peak_tflops` is
+    `compile` compiles the decoder's blocks with torch.compile; `auto` does so on CUDA. `peak_tflops` is
     one device's dense bf16 peak, which MFU is a share of; 0 looks it up by the device's name. `trackers` get every
     step's numbers beside metrics.jsonl, in the run folder; Weights & Biases offline unless WANDB_MODE says otherwise.
     """

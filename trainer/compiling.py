@@ -1,7 +1,7 @@
-"""torch.compile over the blocks of decoder and encoders, in place: names of parameters and what is saved stay.
+"""torch.compile over the decoder's blocks, in place: names of parameters and what is saved stay.
 
-Blocks of one kind share their code, so each kind is compiled once for each set of shapes. A pack has one static
-length; pictures and clips come in many numbers and sizes, so the encoders' sizes are symbols.
+A pack has one static length, so the blocks, which share their code, are compiled once. The encoders run eagerly:
+pictures and clips come in a set of shapes for every group, and each would have to be compiled.
 """
 
 import torch
@@ -9,10 +9,6 @@ from torch import nn
 
 from shared.sections import TrainSection
 from trainer.models.decoder import DecoderBlock
-from trainer.models.encoder import EncoderBlock
-
-DYNAMIC: dict[type[nn.Module], bool] = {DecoderBlock: False, EncoderBlock: True}
-SHAPES_LIMIT = 64
 
 
 def compiles(train: TrainSection, device: torch.device) -> bool:
@@ -21,9 +17,8 @@ def compiles(train: TrainSection, device: torch.device) -> bool:
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Compile every block of the model, at its first call; how many there are."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES_LIMIT)
-    blocks = [part for part in model.modules() if type(part) in DYNAMIC]
+    """Compile every decoder block of the model, at its first call; how many there are."""
+    blocks = [part for part in model.modules() if isinstance(part, DecoderBlock)]
     for block in blocks:
-        block.compile(dynamic=DYNAMIC[type(block)])
+        block.compile(dynamic=False)
     return len(blocks)

@@ -66,7 +66,7 @@ def attention(
     """
     if backend == "flash4" and q_BLHD.numel():
         return _flash4(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
-    run = _math if backend == "math" else _sdpa
+    run = _math if backend == "math" or not q_BLHD.numel() else _sdpa
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
     return run(q, k, v, causal, segments_BL).transpose(1, 2)
 
