@@ -244,7 +244,13 @@ class OptimSection(Section, frozen=True):
 
 
 class TrainSection(Section, frozen=True):
-    """The training run. `init_from` is a safetensors file in this model's names that step 0 starts from."""
+    """The training run. `init_from` is a safetensors file in this model's names that step 0 starts from.
+
+    `attention` names a backend of `trainer.models.attention`; `auto` takes the fastest that is right on this machine.
+    `compile` compiles the decoder's blocks with torch.compile; `auto` does so on CUDA. `peak_tflops` is
+    one device's dense bf16 peak, which MFU is a share of; 0 looks it up by the device's name. `trackers` get every
+    step's numbers beside metrics.jsonl, in the run folder; Weights & Biases offline unless WANDB_MODE says otherwise.
+    """
 
     steps: int = 100
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -258,6 +264,10 @@ class TrainSection(Section, frozen=True):
     log_every: int = 10
     wait_s: float = 120.0
     metrics_port: int = 0
+    attention: Literal["auto", "flash4", "sdpa", "math"] = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    peak_tflops: float = 0.0
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     optim: OptimSection = OptimSection()
 
 

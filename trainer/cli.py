@@ -1,4 +1,4 @@
-"""`millstream-trainer`: train, verify-checkpoint. An expected error is one line on standard error and an exit code.
+"""`millstream-trainer`: train, bench, weights, checkpoints. An expected error is one line and an exit code.
 
 Runs alone, under `deepspeed --module trainer` or under `torchrun -m trainer`; the launcher's `--local_rank` is dropped
 because the environment says the same.
@@ -61,6 +61,34 @@ def train_run(
     from trainer.train import train
 
     train(run, ranks, resume)
+    ranks.leave()
+
+
+@app.command("bench", epilog=EXIT_CODES)
+def bench_run(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run file to measure.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key: --set train.compile=false. May be repeated.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="A JSON file to write the numbers to as well.")] = None,
+) -> None:
+    """Measure a run file: step time, tokens/s, MFU, peak memory, data wait. Needs its loader daemon; saves nothing.
+
+    MFU = model FLOPs / (seconds x devices x peak): 6 for each weight of a matrix product and real place, 12 x width
+    for each pair of places in attention, nothing for padding or recomputation (Chowdhery et al. 2022, appendix B).
+
+    Example: deepspeed --num_gpus 1 --module trainer bench --config run.yaml --steps 50
+    """
+    from trainer.launch import join
+
+    setup_logging("trainer")
+    run = load(config, overrides or ())
+    ranks = join(run)
+    from trainer.bench import bench
+
+    bench(run, ranks, warmup, steps, out)
     ranks.leave()
 
 

@@ -51,9 +51,10 @@ class Display(AbstractContextManager["Display"]):
 
 
 def in_words(line: StepLine) -> str:
-    """Loss, gradient norm, speed and waits in one line."""
+    """Loss, gradient norm, speed, MFU where it is known, and waits in one line."""
+    share = "" if line.mfu is None else f"MFU {line.mfu:.1%}  "
     return (
-        f"loss {line.loss:.4f}  grad norm {line.grad_norm:.3f}  {line.tokens_per_s:,.0f} tokens/s  "
+        f"loss {line.loss:.4f}  grad norm {line.grad_norm:.3f}  {line.tokens_per_s:,.0f} tokens/s  {share}"
         f"wait p50 {line.wait_p50_ms:.2f} ms p99 {line.wait_p99_ms:.2f} ms"
     )
 
@@ -67,9 +68,12 @@ def show_summary(lines: list[StepLine], device: torch.device) -> None:
     table = Table(title="training", show_header=False)
     table.add_row("steps", f"{lines[0].step + 1} to {lines[-1].step + 1}")
     first, last = lines[:MEAN_OVER], lines[-MEAN_OVER:]
-    table.add_row("loss, mean of first and last 5", f"{_mean_loss(first):.4f} -> {_mean_loss(last):.4f}")
+    table.add_row("loss, mean of first and last 5", f"{mean_loss(first):.4f} -> {mean_loss(last):.4f}")
     table.add_row("samples/s", f"{sum(line.samples for line in timed) / seconds:,.1f}")
     table.add_row("tokens/s", f"{sum(line.tokens for line in timed) / seconds:,.0f}")
+    shares = [line.mfu for line in timed if line.mfu is not None]
+    if shares:
+        table.add_row("MFU, mean", f"{sum(shares) / len(shares):.1%}")
     table.add_row("data wait p50, p99", f"{lines[-1].wait_p50_ms:.2f} ms, {lines[-1].wait_p99_ms:.2f} ms")
     table.add_row("peak memory", f"{peak_bytes(device) / 2**30:.2f} GiB")
     Console(file=sys.stdout).print(table)
@@ -82,5 +86,6 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _mean_loss(lines: list[StepLine]) -> float:
+def mean_loss(lines: list[StepLine]) -> float:
+    """Mean over the lines."""
     return sum(line.loss for line in lines) / len(lines)

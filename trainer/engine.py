@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shared.errors import CheckpointError, ConfigError
 from shared.sections import RunConfig
 from shared.telemetry import logger
+from trainer.compiling import compile_blocks, compiles
 from trainer.feed import MicroBatch
 from trainer.launch import Ranks
 from trainer.loss import WHOLE, Vocabulary, token_loss
@@ -135,20 +136,22 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     """
     check_layout(config)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    backend = choose_backend(ranks.device, dtype, build.head_sizes(config))
+    backend = choose_backend(ranks.device, dtype, build.head_sizes(config), config.train.attention)
     with quiet_deepspeed():
         groups = _groups(ranks)
         vocabulary: Vocabulary = groups.tensor if groups else WHOLE
         model = _model(config, ranks, backend, vocabulary)
         load_initial(model, config)
         _split(model, groups)
+        compiled = compile_blocks(model) if compiles(config.train, ranks.device) else 0
         optimizer = build_optimizer(model, config.train.optim)
         clipping = _clipping(config, ranks, model, optimizer, groups) if config.train.zero_stage == 0 else None
         mpu = None if isinstance(model, Pipeline) else groups
         settings = deepspeed_config(config)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if ranks.is_main:
-        _log.info("%s, %s, attention by %s", type(engine).__name__, type(engine.optimizer).__name__, backend)
+        kinds = type(engine).__name__, type(engine.optimizer).__name__
+        _log.info("%s, %s, attention by %s, %d blocks compiled", *kinds, backend, compiled)
     return Engine(ranks, engine, micro_batches_per_rank(config), clipping, vocabulary)
 
 

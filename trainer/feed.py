@@ -8,6 +8,7 @@ import torch
 from shared.batch import Cursor
 from shared.consumed import Consumed
 from shared.errors import DataError, ProtocolError
+from trainer.flops import FlopCounter, Work
 from trainer.loss import Targets, loss_scale
 from trainer.models.fusion import Inputs
 from trainer.preprocess import DeviceBatch
@@ -25,18 +26,27 @@ class Taken(msgspec.Struct):
     waits_s: list[float] = msgspec.field(default_factory=list)
     preprocess_s: list[float] = msgspec.field(default_factory=list)
     after: Cursor = Cursor()
+    flops: float = 0.0
 
 
 class Feed:
     """Iterates `MicroBatch`es; `take` tells what was handed out since the last call.
 
-    `micro_batches` is their number in a global batch, over all data-parallel ranks.
+    `micro_batches` is their number in a global batch, over all data-parallel ranks. With a `counter`, `Taken.flops` are
+    the model FLOPs of training on it.
     """
 
-    def __init__(self, batches: Iterator[DeviceBatch], micro_batches: int, data_rank: int, data_ranks: int) -> None:
-        self._batches, self._micro_batches = batches, micro_batches
+    def __init__(
+        self,
+        batches: Iterator[DeviceBatch],
+        micro_batches: int,
+        data_rank: int,
+        data_ranks: int,
+        counter: FlopCounter | None = None,
+    ) -> None:
+        self._batches, self._micro_batches, self._counter = batches, micro_batches, counter
         self._data_rank, self._data_ranks = data_rank, data_ranks
-        self._taken = Taken([])
+        self._taken, self._work = Taken([]), Work()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -56,8 +66,11 @@ class Feed:
         return (tokens, *rest), (labels, scale)  # type: ignore[return-value]
 
     def take(self) -> Taken:
-        """What was handed out since the last call."""
+        """What was handed out since the last call. With a counter this waits for the device."""
         taken, self._taken = self._taken, Taken([])
+        work, self._work = self._work, Work()
+        if self._counter:
+            taken.flops = self._counter.flops(work)
         return taken
 
     def _note(self, batch: DeviceBatch) -> None:
@@ -70,6 +83,8 @@ class Feed:
         taken.waits_s.append(batch.wait_s)
         taken.preprocess_s.append(batch.preprocess_s)
         taken.after = batch.after
+        if self._counter:
+            self._counter.add(self._work, batch)
 
 
 def check_same(mine: Sequence[Consumed], fingerprints: Sequence[Sequence[int]], readers: Sequence[int]) -> None:

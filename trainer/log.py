@@ -18,7 +18,10 @@ METRICS = "metrics.jsonl"
 
 
 class StepLine(msgspec.Struct, frozen=True):
-    """One step: a line of `metrics.jsonl`. Counts are of the whole global batch, waits of rank 0 since it started."""
+    """One step: a line of `metrics.jsonl`. Counts are of the whole global batch, waits of rank 0 since it started.
+
+    `mfu` is the model FLOPs utilisation, 0 to 1 (see `trainer.flops`); null where the device's peak is not known.
+    """
 
     step: int
     loss: float
@@ -30,6 +33,7 @@ class StepLine(msgspec.Struct, frozen=True):
     tokens_per_s: float
     wait_p50_ms: float
     wait_p99_ms: float
+    mfu: float | None = None
 
 
 class Lines:

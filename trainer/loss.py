@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from shared.batch import IGNORE
 
+CHUNK = 1024
+"""Places of a pack whose logits are in fp32 at one time."""
+
 Targets = tuple[Tensor, Tensor]
 """labels_T and the loss scale, a scalar."""
 
@@ -60,27 +63,42 @@ def loss_scale(micro_batches: int, step_labels: int) -> float:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum over labelled places of log(sum(exp(logits))) - logit of the label; gradient softmax - one-hot."""
+    """Sum over labelled places of log(sum(exp(logits))) - logit of the label; gradient softmax - one-hot.
+
+    The gradient is taken in the same pass as the loss, `CHUNK` places at a time, and kept in the logits' dtype: what
+    is wide in fp32 is [CHUNK, V], never [T, V].
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocabulary: Vocabulary) -> Tensor:
-        logits, width = logits_TV.float(), logits_TV.shape[1]
-        shifted = logits - vocabulary.largest(logits.amax(1))[:, None]
-        at = labels_T.long() - vocabulary.rank * width
-        held = (at >= 0) & (at < width)
-        at = at.masked_fill(~held, 0)[:, None]
-        label_logits = shifted.gather(1, at)[:, 0].masked_fill(~held, 0)
-        exps = shifted.exp_()
-        sums, label_logits = vocabulary.total(torch.stack([exps.sum(1), label_logits]))
-        ctx.save_for_backward(exps.div_(sums[:, None]), at, held, labels_T)
-        ctx.dtype = logits_TV.dtype
-        losses_T: Tensor = (sums.log() - label_logits).masked_fill(labels_T == IGNORE, 0)
-        return losses_T.sum()
+        gradient_TV = torch.empty_like(logits_TV) if ctx.needs_input_grad[0] else None
+        total = logits_TV.new_zeros((), dtype=torch.float32)
+        for start in range(0, logits_TV.shape[0], CHUNK):
+            part = slice(start, start + CHUNK)
+            loss, gradient = _chunk(logits_TV[part].float(), labels_T[part].long(), vocabulary)
+            total += loss
+            if gradient_TV is not None:
+                gradient_TV[part] = gradient
+        ctx.gradient_TV = gradient_TV
+        return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        softmax_TV, at, held, labels_T = ctx.saved_tensors
-        minus_one_hot = softmax_TV.scatter_add_(1, at, -held[:, None].float())
-        labelled = (labels_T != IGNORE)[:, None]
-        return minus_one_hot.mul_(labelled * gradient).to(ctx.dtype), None, None
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        gradient_TV, ctx.gradient_TV = ctx.gradient_TV, None
+        return gradient_TV.mul_(outer), None, None
+
+
+def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Summed loss of some places, and its gradient [places, V], in fp32."""
+    width = logits.shape[1]
+    exps = logits - vocabulary.largest(logits.amax(1))[:, None]
+    at = labels - vocabulary.rank * width
+    held = (at >= 0) & (at < width)
+    at = at.masked_fill(~held, 0)[:, None]
+    label_logits = exps.gather(1, at)[:, 0].masked_fill(~held, 0)
+    sums, label_logits = vocabulary.total(torch.stack([exps.exp_().sum(1), label_logits]))
+    labelled = labels != IGNORE
+    losses = (sums.log() - label_logits).masked_fill(~labelled, 0)
+    gradient = exps.div_(sums[:, None]).scatter_add_(1, at, -held[:, None].float())
+    return losses.sum(), gradient.mul_(labelled[:, None])

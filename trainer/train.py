@@ -25,11 +25,13 @@ from trainer.client import LoaderClient
 from trainer.display import Display, show_summary
 from trainer.engine import Engine, StepResult, build_engine
 from trainer.feed import Feed, Taken, check_same
+from trainer.flops import FlopCounter, mfu, peak_tflops
 from trainer.launch import Ranks
 from trainer.log import Lines, StepLine, consumed_lines, step_lines
 from trainer.manifest import complete, signature_of
 from trainer.optim import lr_at
 from trainer.preprocess import Preprocessor
+from trainer.trackers import Tracker, open_tracker
 from trainer.waits import Waits
 
 _log = logger("train")
@@ -43,15 +45,25 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Parts(msgspec.Struct):
-    """What the loop works with. Only some ranks have a client, logs and a display."""
+    """What the loop works with. Only some ranks have a client, logs and a display; a benchmark has no checkpoints."""
 
     engine: Engine
-    checkpoints: Checkpoints
+    checkpoints: Checkpoints | None
     client: LoaderClient | None
     feed: Feed | None
     steps: Lines | None
     consumed: Lines | None
     display: Display | None
+    trackers: tuple[Tracker, ...] = ()
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Of one step, over all ranks: real tokens, samples, model FLOPs, ranks that were told to stop."""
+
+    tokens: int
+    samples: int
+    flops: int
+    stopping: int
 
 
 class Stop:
@@ -122,7 +134,11 @@ def build_parts(
     consumed = stack.enter_context(consumed_lines(folder, ranks.coords.data, start.cursor)) if first else None
     steps = stack.enter_context(step_lines(folder, start.step)) if main else None
     display = Display(start.step, config.train.steps, config.train.log_every) if main else None
-    return Parts(engine, checkpoints, client, feed, steps, consumed, display and stack.enter_context(display))
+    shown = display and stack.enter_context(display)
+    trackers = tuple(open_tracker(name, folder, start.step) for name in config.train.trackers) if main else ()
+    for tracker in trackers:
+        stack.callback(tracker.close)
+    return Parts(engine, checkpoints, client, feed, steps, consumed, shown, trackers)
 
 
 def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
@@ -144,7 +160,8 @@ def build_feed(config: RunConfig, ranks: Ranks, client: LoaderClient) -> Feed:
     """Batches of the client as the engine pulls them."""
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     batches = Preprocessor(config.data, config.model, ranks.device, dtype).prefetch(client)
-    return Feed(batches, config.data.batch.micro_batches, ranks.coords.data, ranks.mesh.data)
+    counter = FlopCounter(config.data, config.model)
+    return Feed(batches, config.data.batch.micro_batches, ranks.coords.data, ranks.mesh.data, counter)
 
 
 def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop: Stop) -> list[StepLine]:
@@ -158,13 +175,8 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
     if ranks.is_main and (skipped := config.train.steps - start.step - len(steps)) > 0:
         _log.info("passing over %d of the steps from %d on, as data.skip_steps asks", skipped, start.step)
     for step in steps:
-        began = time.perf_counter()
-        lr = lr_at(step, config.train.steps, config.train.optim)
-        result = parts.engine.train_batch(parts.feed or iter(()), lr)
-        taken = take(parts, ranks)
-        tokens, samples, stopping = ranks.sum(step_totals(ranks, taken, stop))
+        line, taken, stopping = one_step(config, ranks, parts, step, stop)
         cursor = taken.after if taken else cursor
-        line = step_line(step, result, lr, tokens, samples, time.perf_counter() - began, parts.client)
         record(parts, line, taken)
         if ranks.is_main:
             lines.append(line)
@@ -178,6 +190,21 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
     return lines
 
 
+def one_step(
+    config: RunConfig, ranks: Ranks, parts: Parts, step: int, stop: Stop
+) -> tuple[StepLine, Taken | None, bool]:
+    """Train on one global batch: the step's numbers, what this reader consumed, and whether a rank was told to stop."""
+    began = time.perf_counter()
+    lr = lr_at(step, config.train.steps, config.train.optim)
+    result = parts.engine.train_batch(parts.feed or iter(()), lr)
+    taken = take(parts, ranks)
+    totals = Totals(*ranks.sum(share_of(ranks, taken, stop)))
+    line = step_line(step, result, lr, totals, time.perf_counter() - began, parts.client)
+    peak = peak_tflops(ranks.device, config.train.peak_tflops)
+    share = mfu(totals.flops, line.step_s, ranks.mesh.world, peak)
+    return msgspec.structs.replace(line, mfu=share), taken, bool(totals.stopping)
+
+
 def take(parts: Parts, ranks: Ranks) -> Taken | None:
     """What this reader consumed in the step, after comparing it with what the other readers of its stream consumed."""
     if parts.feed is None:
@@ -189,19 +216,20 @@ def take(parts: Parts, ranks: Ranks) -> Taken | None:
     return taken
 
 
-def step_totals(ranks: Ranks, taken: Taken | None, stop: Stop) -> list[int]:
-    """This rank's share of: tokens, samples, ranks that were asked to stop."""
-    counts = taken and ranks.reader == 0
-    return [taken.tokens, taken.samples, int(stop.asked)] if taken and counts else [0, 0, int(stop.asked)]
+def share_of(ranks: Ranks, taken: Taken | None, stop: Stop) -> tuple[int, ...]:
+    """This rank's share of the `Totals`."""
+    if not (taken and ranks.reader == 0):
+        return 0, 0, 0, int(stop.asked)
+    return taken.tokens, taken.samples, int(taken.flops), int(stop.asked)
 
 
 def step_line(
-    step: int, result: StepResult, lr: float, tokens: int, samples: int, step_s: float, client: LoaderClient | None
+    step: int, result: StepResult, lr: float, totals: Totals, step_s: float, client: LoaderClient | None
 ) -> StepLine:
-    """The step's numbers."""
+    """The step's numbers, all but its MFU."""
     waits = client.wait_stats().run if client else Waits()
-    speed = tokens / step_s
-    numbers = (step, result.loss, result.grad_norm, lr, tokens, samples, step_s, speed)
+    speed = totals.tokens / step_s
+    numbers = (step, result.loss, result.grad_norm, lr, totals.tokens, totals.samples, step_s, speed)
     return StepLine(*numbers, waits.p50_s * 1e3, waits.p99_s * 1e3)
 
 
@@ -210,6 +238,8 @@ def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
     if parts.steps and parts.display:
         parts.steps.write([line])
         parts.display.step(line)
+    for tracker in parts.trackers:
+        tracker.step(line)
     if parts.consumed and taken:
         parts.consumed.write(taken.lines)
     observe(line, taken)
@@ -240,7 +270,8 @@ def save(parts: Parts, step: int, cursor: Cursor) -> None:
         for lines in (parts.steps, parts.consumed):
             if lines:
                 lines.sync()
-        parts.checkpoints.save(parts.engine, step, cursor)
+        if parts.checkpoints:
+            parts.checkpoints.save(parts.engine, step, cursor)
 
 
 @contextmanager

@@ -17,17 +17,17 @@ TRAIN_S = 240.0
 class Trainer:
     """One launched run over `world` processes; its output is in `log`."""
 
-    def __init__(self, config_path: Path, run_dir: Path, *flags: str, world: int = 1) -> None:
+    def __init__(self, config_path: Path, run_dir: Path, *flags: str, world: int = 1, command: str = "train") -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self.log_path = run_dir / f"trainer-{time.monotonic_ns()}.log"
         launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world)]
-        launch += ["--master_port", str(free_port()), "--module", "trainer", "train", "--config", str(config_path)]
+        launch += ["--master_port", str(free_port()), "--module", "trainer", command, "--config", str(config_path)]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [*launch, "--set", f"train.run_dir={run_dir}", *flags]
+        words = [*launch, "--set", f"train.run_dir={run_dir}", *flags]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                words, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     @property

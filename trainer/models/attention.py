@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shared.errors import ConfigError
+
 Backend = Literal["math", "sdpa", "flash4"]
 
 CUDNN_FIRST = [
@@ -25,12 +27,27 @@ CUDNN_FIRST = [
 ]
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, ...]) -> Backend:
-    """The fastest backend that is right here: `flash4` on Hopper and Blackwell in half precision, else `sdpa`."""
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, ...], asked: Backend | Literal["auto"] = "auto"
+) -> Backend:
+    """`asked`, or the fastest that is right here: `flash4` on Hopper and Blackwell in half precision, else `sdpa`.
+
+    Raises:
+        ConfigError: `flash4` was asked for, and this machine, precision or model cannot have it.
+    """
+    fits = _flash4_fits(device, dtype, head_sizes)
+    if asked == "flash4" and not fits:
+        rule = "needs flash-attn-4, a Hopper or Blackwell GPU, bf16 and head sizes in multiples of 8"
+        raise ConfigError("train.attention", asked, rule, "set train.attention=auto")
+    if asked != "auto":
+        return asked
+    return "flash4" if fits else "sdpa"
+
+
+def _flash4_fits(device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, ...]) -> bool:
     if device.type != "cuda" or dtype == torch.float32 or any(size % 8 for size in head_sizes):
-        return "sdpa"
-    fits = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return "flash4" if fits and _has_flash4() else "sdpa"
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10) and _has_flash4()
 
 
 def attention(
@@ -49,7 +66,7 @@ def attention(
     """
     if backend == "flash4" and q_BLHD.numel():
         return _flash4(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
-    run = _math if backend == "math" else _sdpa
+    run = _math if backend == "math" or not q_BLHD.numel() else _sdpa
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
     return run(q, k, v, causal, segments_BL).transpose(1, 2)
 

@@ -49,7 +49,7 @@ class AudioTower(nn.Module):
 
     def _positions(self, x_MLC: Tensor) -> Tensor:
         table: Tensor | None = self.positions_LC
-        return sinusoids(x_MLC.shape[1], x_MLC.shape[2], x_MLC) if table is None else table[: x_MLC.shape[1]]
+        return sinusoids(x_MLC.shape[1], x_MLC.shape[2], x_MLC) if table is None else table[: x_MLC.shape[1]].to(x_MLC)
 
     @staticmethod
     def _table(section: AudioEncoderSection) -> Tensor | None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.errors import ConfigError
 from trainer.models.attention import attention, choose_backend
 from trainer.models.encoder import alternating_bounds
 
@@ -64,3 +65,10 @@ def test_alternating_bounds_cut_where_the_lengths_end() -> None:
 
 def test_a_cpu_gets_sdpa() -> None:
     assert choose_backend(torch.device("cpu"), torch.bfloat16, (64,)) == "sdpa"
+
+
+def test_a_backend_that_cannot_run_here_is_refused_and_any_other_is_taken() -> None:
+    cpu = torch.device("cpu")
+    assert choose_backend(cpu, torch.float32, (64,), "math") == "math"
+    with pytest.raises(ConfigError, match=r"train.attention.*flash4.*train.attention=auto"):
+        choose_backend(cpu, torch.bfloat16, (64,), "flash4")

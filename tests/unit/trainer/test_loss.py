@@ -34,3 +34,31 @@ def test_the_loss_is_taken_in_fp32() -> None:
 @pytest.mark.parametrize(("labels", "scale"), [(100, 0.08), (0, 8.0)])
 def test_the_scale_is_finite_always(labels: int, scale: float) -> None:
     assert loss_scale(8, labels) == pytest.approx(scale)
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = torch.randn(70, 11, requires_grad=True), torch.randint(-1, 11, (70,))
+    labels[labels < 0] = -100
+    found = []
+    for chunk in (1, 16, 70, 1024):
+        monkeypatch.setattr("trainer.loss.CHUNK", chunk)
+        loss = token_loss(logits, labels, torch.tensor(0.5))
+        found.append((loss.detach(), *torch.autograd.grad(loss, logits)))
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
+def test_half_precision_logits_get_gradients_of_their_own_dtype() -> None:
+    logits, labels = torch.randn(40, 11).bfloat16().requires_grad_(), torch.randint(0, 11, (40,))
+    wanted = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+    loss = token_loss(logits, labels, torch.tensor(1.0))
+    torch.testing.assert_close(loss, wanted)
+    (gradient,), (exact,) = torch.autograd.grad(loss, logits), torch.autograd.grad(wanted, logits)
+    torch.testing.assert_close(gradient, exact)
+
+
+def test_without_gradients_none_are_made() -> None:
+    logits = torch.randn(8, 5)
+    with torch.no_grad():
+        loss = token_loss(logits, torch.arange(8) % 5, torch.tensor(1.0))
+    assert not loss.requires_grad

@@ -107,3 +107,13 @@ def test_bf16_stays_near_fp32(config: RunConfig) -> None:
         with torch.no_grad():
             losses.append(sum(float(token_loss(model(inputs), *targets)) for inputs, targets in batch) / len(batch))
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_a_table_of_positions_left_in_fp32_does_not_widen_half_precision(tmp_path: Path) -> None:
+    """DeepSpeed casts parameters and leaves buffers as they are."""
+    config = run_config(tmp_path, "part-{0..0}.tar", model={"audio": {"positions": "table", "key_bias": False}})
+    model = build.build(config, "sdpa")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    ((inputs, _),) = global_batch(config, [(False, True, (5,))], seed=0)
+    assert model(inputs).dtype == torch.bfloat16

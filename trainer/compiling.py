@@ -1,0 +1,24 @@
+"""torch.compile over the decoder's blocks, in place: names of parameters and what is saved stay.
+
+A pack has one static length, so the blocks, which share their code, are compiled once. The encoders run eagerly:
+pictures and clips come in a set of shapes for every group, and each would have to be compiled.
+"""
+
+import torch
+from torch import nn
+
+from shared.sections import TrainSection
+from trainer.models.decoder import DecoderBlock
+
+
+def compiles(train: TrainSection, device: torch.device) -> bool:
+    """Whether `train.compile` asks for it on this device."""
+    return device.type == "cuda" if train.compile == "auto" else train.compile
+
+
+def compile_blocks(model: nn.Module) -> int:
+    """Compile every decoder block of the model, at its first call; how many there are."""
+    blocks = [part for part in model.modules() if isinstance(part, DecoderBlock)]
+    for block in blocks:
+        block.compile(dynamic=False)
+    return len(blocks)
