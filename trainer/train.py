@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from shared.batch import Cursor
-from shared.config import endpoint, run_dir
+from shared.config import endpoints, run_dir
 from shared.errors import ConfigError
 from shared.sections import RunConfig
 from shared.telemetry import MetricsPage, logger
@@ -127,7 +127,7 @@ def build_parts(
 def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
     """This reader's client, from the start's cursor on."""
     return LoaderClient(
-        endpoint(config),
+        endpoints(config),
         job=config.job,
         data=config.data,
         data_rank=ranks.coords.data,
@@ -136,6 +136,8 @@ def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
         readers=len(ranks.readers),
         cursor=start.cursor,
         wait_s=config.train.wait_s,
+        lane=config.loader.lane,
+        keys_dir=config.loader.keys_dir,
     )
 
 
