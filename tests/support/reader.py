@@ -39,15 +39,22 @@ START = Cursor()
 
 
 class RawReader:
-    """One reader. Every wait is bounded by WAIT_S. Use as a context manager."""
+    """One reader. Every wait is bounded by WAIT_S. `buffer_bytes` bounds what the kernel takes in for it."""
 
     def __init__(
-        self, config: RunConfig, data_rank: int = 0, data_ranks: int = 1, address: str = "", lane: Lane = "slots"
+        self,
+        config: RunConfig,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        address: str = "",
+        lane: Lane = "slots",
+        buffer_bytes: int = -1,
     ) -> None:
         self.config, self.data_rank, self.data_ranks, self.lane = config, data_rank, data_ranks, lane
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVBUF, buffer_bytes)
         self.socket.connect(address or endpoint(config))
         self.welcome: Welcome | None = None
         self.segment: Segment | None = None

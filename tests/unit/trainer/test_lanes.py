@@ -84,7 +84,7 @@ def test_tensors_alias_landing_slots_that_are_locked_once_and_used_again(daemon:
             for tensor in (t for t in batch.fields.values() if t.numel()):
                 assert any(start <= tensor.data_ptr() < start + size for start, size in log)
         kept = batch.keep()
-    assert 2 <= len(log) <= 4
+    assert 1 <= len(log) <= 4
     assert len(unpinned) == len(log) - 1
     kept.release()
     assert len(unpinned) == len(log)
