@@ -140,10 +140,15 @@ class Listener:
             guard.release()
 
     def _bind(self, endpoint: str) -> None:
-        """Options count for the addresses bound after them, so what only TCP needs comes with the first of those."""
+        """Options count for the addresses bound after them, so what only TCP needs comes with the first of those.
+
+        A peer that answers no more, or takes no more, is cut off after a lease, which gives back what it was sent.
+        """
         if _is_tcp(endpoint):
+            lease_ms = round(1000 * self._loader.lease_s)
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * self._loader.heartbeat_s))
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * self._loader.lease_s))
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, lease_ms)
+            self._socket.setsockopt(zmq.TCP_MAXRT, lease_ms)
             if self._keys:
                 self._socket.setsockopt(zmq.ZAP_DOMAIN, zap.DOMAIN)
                 self._socket.setsockopt(zmq.CURVE_SERVER, 1)

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from shared import wire
 from shared.batch import BatchSpec
-from shared.errors import ProtocolError, SlotError
+from shared.errors import ConfigError, ProtocolError, SlotError
 from shared.slots import HEADER_BYTES, PAGE_BYTES, Segment
 from trainer.batches import Attachment, Register
 
+LANES = ("auto", "slots", "tcp")
 MAX_ATTACH_FAILURES = 3
 MIN_BYTES_PER_S = 8_000_000
 """A daemon whose link carries less than this counts as silent: a heartbeat may stand behind whole batches."""
@@ -194,7 +195,15 @@ class Peers:
 
     @classmethod
     def build(cls, endpoints: tuple[str, ...], first: int, lane: str, register: Register) -> "Peers":
-        """Each endpoint with lanes of its own; `lane` is auto, slots or tcp."""
+        """Each endpoint with lanes of its own; `lane` is auto, slots or tcp.
+
+        Raises:
+            ConfigError: no endpoint, or no such lane.
+        """
+        if not endpoints:
+            raise ConfigError("loader.endpoints", "()", "must name at least one daemon", "add one")
+        if lane not in LANES:
+            raise ConfigError("loader.lane", lane, f"must be one of {', '.join(LANES)}", "use auto")
         peers = []
         for endpoint in endpoints:
             tcp = TcpLane(register)

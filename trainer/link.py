@@ -27,9 +27,8 @@ SOCKET_OPTIONS: dict[int, int] = {
     zmq.RECONNECT_IVL_MAX: 500,
 }
 UNKNOWN_KEY = "it does not know this reader's key; copy our reader.public into its loader.keys_dir"
-OTHER_KEY = "our daemon.public is not its key (loader.keys_dir); copy daemon.public from its host"
+OTHER_KEY = "it has another key than our daemon.public, or none; copy daemon.public from its host's loader.keys_dir"
 NO_KEY_HERE = "it asks for keys, and loader.keys_dir is not set here"
-NO_KEY_THERE = "it uses no keys, and loader.keys_dir is set here; set it for both, or for none"
 
 Land = Callable[[], NDArray[np.uint8] | None]
 
@@ -105,7 +104,7 @@ class DealerLink:
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 return UNKNOWN_KEY
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                return NO_KEY_THERE if self._keyed else NO_KEY_HERE
+                return OTHER_KEY if self._keyed else NO_KEY_HERE
             self._fruitless = 0 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else self._fruitless + 1
         return OTHER_KEY if self._keyed and self._fruitless >= MAX_FRUITLESS_HANDSHAKES else ""
 

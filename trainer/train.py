@@ -207,11 +207,14 @@ def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
         parts.display.step(line)
     if parts.consumed and taken:
         parts.consumed.write(taken.lines)
-    observe(line, taken)
+    observe(line, taken, parts.client)
 
 
-def observe(line: StepLine, taken: Taken | None) -> None:
+def observe(line: StepLine, taken: Taken | None, client: LoaderClient | None) -> None:
     """Bring this rank's metrics up to date."""
+    if client:
+        metrics.RECONNECTS.set(client.reconnects)
+        metrics.JUNK.set(client.junk)
     metrics.STEP.set(line.step + 1)
     metrics.LOSS.set(line.loss)
     metrics.GRAD_NORM.set(line.grad_norm)

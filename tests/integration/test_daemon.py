@@ -166,6 +166,19 @@ def test_a_process_that_never_was_is_noticed_without_waiting_for_the_lease(site:
         assert answers[-1].code == "unknown_session"
 
 
+def test_a_reader_on_another_host_is_not_taken_for_dead(site: Site) -> None:
+    """Its process id means nothing here, although the first pid namespace has the same number on every host."""
+    namespace = this_process().namespace.rpartition("/")[2]
+    with RawReader(site.config) as reader:
+        reader.join(process=Process(1 << 30, 1, f"another-boot/{namespace}"))
+        for batch in reader.read(12):
+            assert batch
+        before = site.metric("loader_clients")
+        wait_until(lambda: reader.next(0.5) is not None or True, "some ticks pass")
+        assert (before, site.metric("loader_clients")) == (1, 1)
+        reader.bye()
+
+
 REFUSALS = {
     "protocol": ({"protocol": 99}, "protocol version 99 of the reader is not 2 of the daemon"),
     "digest": (

@@ -1,7 +1,10 @@
 """Batches over TCP from real daemons: the same bytes, keys that hold, slots that are not given away too early."""
 
+import contextlib
 import itertools
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from dataloader_svc.server import make_keys as new_pair
 from shared.errors import ProtocolError
 from shared.keys import write_pair
 from shared.wire import Bye, Failure
-from tests.support.daemons import Daemon, make_run, serving, wait_until
+from tests.support.daemons import ROOT, Daemon, make_run, serving, wait_until
 from tests.support.keys import make_keys
 from tests.support.ports import free_port
 from tests.support.reader import RawReader
@@ -36,6 +39,30 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     path, config = make_run(folder, loader=loader)
     with serving(path) as daemon:
         yield Site(path, config, daemon)
+
+
+FROZEN = """
+import os, signal, sys, time
+from shared.config import load
+from tests.support.reader import RawReader
+reader = RawReader(load(sys.argv[1]), address=sys.argv[2], lane="tcp", buffer_bytes=4096)
+reader.join(credits=9)
+time.sleep(2)
+print("full", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@contextlib.contextmanager
+def frozen_reader(path: Path, address: str) -> Iterator[None]:
+    """A process that was sent all it can be sent, has read little of it, and is stopped."""
+    command = [sys.executable, "-c", FROZEN, str(path), address]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "full\n"
+            yield
+        finally:
+            process.kill()
 
 
 def client_of(site: Site, address: str, lane: str, keys: str | None = None) -> LoaderClient:
@@ -73,7 +100,7 @@ def test_a_lane_can_be_changed_at_any_cursor(site: Site) -> None:
     ("kind", "text"),
     [
         ("unknown reader", "does not know this reader's key"),
-        ("other daemon", "our daemon.public is not its key"),
+        ("other daemon", "it has another key than our daemon.public"),
         ("none", "it asks for keys"),
     ],
 )
@@ -99,7 +126,11 @@ def test_a_wrong_key_is_refused_in_words(site: Site, tmp_path: Path, kind: str, 
 def test_a_daemon_without_keys_is_found_out(tmp_path: Path, site: Site) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     path, _ = make_run(tmp_path, loader={"listen": address})
-    with serving(path), client_of(site, address, "tcp") as client, pytest.raises(ProtocolError, match="uses no keys"):
+    with (
+        serving(path),
+        client_of(site, address, "tcp") as client,
+        pytest.raises(ProtocolError, match=r"than our daemon\.public, or none"),
+    ):
         next(client)
 
 
@@ -134,6 +165,17 @@ def test_a_slot_is_not_used_again_while_a_slow_reader_is_sent_it(tmp_path: Path)
         for _ in range(5):
             assert slow.arrays(slow.batch())
         wait_until(lambda: watched.metric("loader_job_slots") == 0, "its slots are free once it has them")
+
+
+def test_a_frozen_reader_gives_its_slots_back_when_its_lease_ends(tmp_path: Path) -> None:
+    address, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+    loader = {"listen": address, "metrics_port": port, "slots_per_stream": 4, "max_streams": 1, "lease_s": 2}
+    path, config = make_run(tmp_path, loader=loader, data=LARGE)
+    with serving(path) as daemon, frozen_reader(path, address):
+        watched = Site(path, config, daemon)
+        assert watched.metric("loader_job_slots") == 4
+        wait_until(lambda: watched.metric("loader_clients") == 0, "its session ends")
+        wait_until(lambda: watched.metric("loader_job_slots") == 0, "what it was sent is given up")
 
 
 def test_a_job_that_is_stuck_or_greedy_starves_no_other(tmp_path: Path) -> None:

@@ -217,6 +217,13 @@ def test_leaving_a_daemon_unmaps_its_slots(pair: list[FakeDaemon]):
         assert sorted(log) == ["pinned", "pinned", "unpinned"]
 
 
+def test_no_daemon_and_no_lane_are_refused(endpoint: str):
+    with pytest.raises(ConfigError, match=r"loader\.endpoints \(\(\)\) must name at least one"):
+        LoaderClient([])
+    with pytest.raises(ConfigError, match=r"loader\.lane \(pigeon\) must be one of auto, slots, tcp"):
+        LoaderClient(endpoint, lane="pigeon")  # type: ignore[arg-type]
+
+
 def test_keys_that_are_not_there_are_refused_before_anything_is_sent(endpoint: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"loader\.keys_dir .*daemon\.public\) cannot be read"):
         LoaderClient(endpoint, keys_dir=str(tmp_path))
