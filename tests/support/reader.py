@@ -39,7 +39,7 @@ START = Cursor()
 
 
 class RawReader:
-    """One reader. Every wait is bounded by WAIT_S. `buffer_bytes` bounds what the kernel takes in for it."""
+    """One reader. Every wait is bounded by WAIT_S. `slow` takes in little that it is not asked for."""
 
     def __init__(
         self,
@@ -48,13 +48,15 @@ class RawReader:
         data_ranks: int = 1,
         address: str = "",
         lane: Lane = "slots",
-        buffer_bytes: int = -1,
+        slow: bool = False,
     ) -> None:
         self.config, self.data_rank, self.data_ranks, self.lane = config, data_rank, data_ranks, lane
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVBUF, buffer_bytes)
+        if slow:
+            self.socket.setsockopt(zmq.RCVBUF, 4096)
+            self.socket.setsockopt(zmq.RCVHWM, 1)
         self.socket.connect(address or endpoint(config))
         self.welcome: Welcome | None = None
         self.segment: Segment | None = None
