@@ -1,4 +1,4 @@
-"""`millstream-loader`: serve, index, top, verify. An expected error is one line on standard error and an exit code."""
+"""`millstream-loader`: serve, index, top, keys, verify. An expected error is one line on stderr and an exit code."""
 
 import sys
 import traceback
@@ -23,8 +23,10 @@ from dataloader_svc.daemon import serve as serve_run
 from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
 from dataloader_svc.plan import Planner
+from dataloader_svc.server import make_keys
 from dataloader_svc.shards import expand
 from dataloader_svc.store import Store
+from shared import keys as key_files
 from shared.config import index_dir, load
 from shared.errors import ConfigError, DataError, MillstreamError, TooManyBadSamples
 from shared.telemetry import setup_logging
@@ -101,6 +103,22 @@ def show_top(
     Example: millstream-loader top --url http://127.0.0.1:9464/metrics
     """
     top.watch(Console(), url, once, every_s)
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Made if it is not there; set loader.keys_dir to it.")],
+) -> None:
+    """Make key pairs for a daemon and its readers, so that they can talk over TCP: encrypted, and nobody else.
+
+    The daemon's host needs daemon.secret and reader.public; each trainer's host daemon.public and reader.secret.
+
+    Example: millstream-loader keys ~/.millstream/keys
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in (key_files.DAEMON, key_files.READER):
+        key_files.write_pair(folder, name, *make_keys())
+    Console().print(f"made daemon and reader keys in {folder}; keep the .secret files secret", soft_wrap=True)
 
 
 @app.command("verify", epilog=EXIT_CODES)

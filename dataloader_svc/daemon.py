@@ -17,6 +17,7 @@ from types import FrameType
 from dataloader_svc import metrics
 from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
+from dataloader_svc.jobs import build_jobs
 from dataloader_svc.plan import Planner
 from dataloader_svc.pool import WorkerPool
 from dataloader_svc.quarantine import Quarantine
@@ -27,14 +28,15 @@ from dataloader_svc.store import Store
 from dataloader_svc.tasks import Setup
 from shared import slots
 from shared.batch import batch_spec, groups
-from shared.config import endpoint, index_dir
+from shared.config import index_dir, served
 from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples
 from shared.sections import RunConfig
 from shared.skips import merged
 from shared.telemetry import MetricsPage, RateLimited, logger
-from shared.wire import Failure, decode_to_daemon
+from shared.wire import MAX_TO_DAEMON_BYTES, Failure, decode_to_daemon
 
 TICK_S = 0.2
+SENDING_S = 0.005
 
 log = logger("daemon")
 
@@ -85,11 +87,12 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
     """
     ready = _Flag()
     with contextlib.ExitStack() as stack:
-        listener = Listener.reserve(endpoint(config))
+        listener = Listener.reserve(served(config), config.loader)
         stack.callback(listener.close)
         page = MetricsPage(config.loader.metrics_port, ready.is_set, name="loader.metrics_port")
         stack.enter_context(page)
         shards, index, quarantine, planner = load_data(config)
+        jobs = build_jobs(config, index, planner)
         signals = stack.enter_context(Signals().installed())
         pool = _make_slots(config)
         stack.callback(pool.close)
@@ -99,9 +102,10 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
         if signals.count:
             return
         listener.bind()
-        service = Service(config, planner, quarantine, pool, workers, listener.send)
-        log.info("ready: %s, %d samples, %d steps an epoch", listener.endpoint, len(index), planner.steps(0))
-        stack.enter_context(ready.announced(ready_file, listener.endpoint))
+        service = Service(config, jobs, quarantine, pool, workers, listener)
+        addresses = ", ".join(listener.endpoints)
+        log.info("ready: %s, %d samples, %d steps an epoch", addresses, len(index), planner.steps(0))
+        stack.enter_context(ready.announced(ready_file, listener.endpoints[0]))
         Loop(config, listener, service, workers, signals).run()
 
 
@@ -139,12 +143,13 @@ def load_data(config: RunConfig) -> tuple[tuple[Shard, ...], Index, Quarantine, 
 
 
 def _make_slots(config: RunConfig) -> slots.SlotPool:
-    """Slots for the largest group, `slots_per_stream` for each of `max_streams`, after dead daemons' were swept."""
+    """Slots for the largest group, after dead daemons' were swept: `slots_per_stream` x `max_streams` for each job."""
     loader = config.loader
     for path in slots.sweep(loader.shm_dir, config.job):
         log.warning("swept %s, left behind by a daemon that is gone", path)
     largest = max(batch_spec(group).size_bytes for group in groups(config.data))
-    return slots.SlotPool.create(loader.shm_dir, config.job, loader.max_streams * loader.slots_per_stream, largest)
+    count = loader.max_streams * loader.slots_per_stream * (1 + len(loader.jobs))
+    return slots.SlotPool.create(loader.shm_dir, config.job, count, largest)
 
 
 def _setup(config: RunConfig, shards: tuple[Shard, ...], segment: slots.Segment) -> Setup:
@@ -181,7 +186,10 @@ class _Flag:
 
 
 class Loop:
-    """One thread, one poll: readers' messages, workers' reports, signals, and a tick every TICK_S."""
+    """One thread, one poll: readers' messages, workers' reports, signals, and a tick every TICK_S.
+
+    That a frame has left its slot wakes no poll, so while a slot waits for that, it is looked at every SENDING_S.
+    """
 
     def __init__(
         self, config: RunConfig, listener: Listener, service: Service, workers: WorkerPool, signals: Signals
@@ -210,7 +218,8 @@ class Loop:
 
     def _turn(self) -> None:
         """Wait for something, then act on everything that has come."""
-        self._listener.wait([*self._workers.channels(), self._signals.channel], TICK_S)
+        bound_s = SENDING_S if self._service.sending() else TICK_S
+        self._listener.wait([*self._workers.channels(), self._signals.channel], bound_s)
         self._signals.clear()
         now = time.monotonic()
         for identity, frames in self._listener.receive():
@@ -225,14 +234,18 @@ class Loop:
 
     def _take(self, identity: bytes, frames: list[bytes], now: float) -> None:
         try:
-            if len(frames) != 1:
-                raise ProtocolError(f"{len(frames)} frames where a message has one")
-            message = decode_to_daemon(frames[0])
+            message = decode_to_daemon(*frames) if len(frames) == 1 else None
         except ProtocolError as error:
-            metrics.REJECTED.labels("junk").inc()
-            self._warn("junk", f"dropped: {error}")
+            self._drop("oversize" if len(frames[0]) > MAX_TO_DAEMON_BYTES else "junk", str(error))
             return
-        self._service.handle(identity, message, now)
+        if message is None:
+            self._drop("frames", f"{len(frames)} frames where a message has one")
+        else:
+            self._service.handle(identity, message, now)
+
+    def _drop(self, reason: str, text: str) -> None:
+        metrics.REJECTED.labels(reason).inc()
+        self._warn(reason, f"dropped: {text}")
 
     def _drain(self) -> None:
         leases, bound = self._service.leases(), self._config.loader.drain_s

@@ -3,6 +3,7 @@
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from dataloader_svc.tasks import Done
 from shared.telemetry import REGISTRY, SECONDS
 
 LEASE_SECONDS = (1e-3, 5e-3, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -35,14 +36,16 @@ DATASET_SHARE = Gauge(
     registry=REGISTRY,
 )
 SLOTS = Gauge("loader_slots", "Shared-memory slots by state", ["state"], registry=REGISTRY)
+JOB_SLOTS = Gauge("loader_job_slots", "Shared-memory slots that a job holds", ["job"], registry=REGISTRY)
 CLIENTS = Gauge("loader_clients", "Readers with an open session", registry=REGISTRY)
 READER_LAG = Gauge(
     "loader_reader_lag",
     "Filled batches that wait for this reader; the series goes when the reader does",
-    ["data_rank", "reader"],
+    ["job", "data_rank", "reader"],
     registry=REGISTRY,
 )
 BATCHES_SENT = Counter("loader_batches_sent", "Batch messages sent to readers", registry=REGISTRY)
+PAYLOAD_BYTES = Counter("loader_payload_bytes", "Bytes of batches sent as frames, not in slots", registry=REGISTRY)
 BATCHES_FILLED = Counter("loader_batches_filled", "Micro-batches decoded into a slot", ["group"], registry=REGISTRY)
 SAMPLES = Counter("loader_samples", "Samples, images and clips put into slots", ["modality"], registry=REGISTRY)
 QUARANTINED = Counter("loader_samples_quarantined", "Verdicts against samples", ["reason"], registry=REGISTRY)
@@ -53,7 +56,12 @@ FETCHED_BYTES = Counter(
 )
 READ_RETRIES = Counter("loader_read_retries", "Remote reads of decode workers that were tried again", registry=REGISTRY)
 WORKER_RESTARTS = Counter("loader_worker_restarts", "Decode workers started again", ["cause"], registry=REGISTRY)
-REJECTED = Counter("loader_messages_rejected", "Frames and greetings refused", ["reason"], registry=REGISTRY)
+REJECTED = Counter(
+    "loader_messages_rejected",
+    "What was refused: junk, oversize, wrong number of frames, handshakes, keys, and greetings by their code",
+    ["reason"],
+    registry=REGISTRY,
+)
 STAGE_SECONDS = Histogram(
     "loader_stage_seconds",
     "Seconds a micro-batch spends in a stage: queue (for a worker), read, decode, assemble, handover (for a reader)",
@@ -67,6 +75,25 @@ HOLD_SECONDS = Histogram(
     buckets=LEASE_SECONDS,
     registry=REGISTRY,
 )
+
+
+def filled(done: Done, group: str) -> None:
+    """Count a filled micro-batch."""
+    samples, images, clips = done.counts[:3]
+    for modality, count in (("sample", samples), ("image", images), ("audio", clips)):
+        SAMPLES.labels(modality).inc(count)
+    for stage, seconds in (
+        ("read", done.timings.read),
+        ("decode", done.timings.decode),
+        ("assemble", done.timings.assemble),
+    ):
+        STAGE_SECONDS.labels(stage).observe(seconds)
+    BATCHES_FILLED.labels(group).inc()
+    READ_BYTES.inc(done.read_bytes)
+    FETCHED_BYTES.inc(done.fetched_bytes)
+    READ_RETRIES.inc(done.retries)
+    SUBSTITUTED.inc(done.substituted)
+
 
 Sample = tuple[str, dict[str, str], float]
 

@@ -1,23 +1,29 @@
-"""The daemon's mind: sessions, streams, slots and workers put together. No sockets; `send` is given.
+"""The daemon's mind: sessions, streams, slots and workers put together. No sockets; the way out is given.
 
 Everything happens in one thread: a message, a worker's report or a tick changes the state, then `advance` fills what is
-wanted and sends what is ready. Free slots are the only back-pressure.
+wanted and sends what is ready. Free slots are the only back-pressure, and each job has its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dataloader_svc import metrics
+from dataloader_svc.jobs import Job
+from dataloader_svc.patience import Patience
 from dataloader_svc.plan import Pack, Planner
 from dataloader_svc.pool import WorkerPool
 from dataloader_svc.quarantine import Quarantine
-from dataloader_svc.sessions import Session, StreamKey, refusal
+from dataloader_svc.quota import Pending, Quota
+from dataloader_svc.sessions import Session, StreamKey, job_of, refusal
 from dataloader_svc.stream import Entry, Reader, Stream
 from dataloader_svc.tasks import Done, Task
 from shared.batch import batch_spec, groups
-from shared.config import digest
 from shared.sections import RunConfig
 from shared.slots import SlotPool, State
-from shared.telemetry import RateLimited, logger
+from shared.telemetry import logger
 from shared.wire import (
     PROTOCOL,
     Batch,
@@ -34,6 +40,7 @@ from shared.wire import (
 )
 
 HELD_UP_S = 10.0
+ABSENT_S = 5.0
 
 log = logger("service")
 
@@ -41,33 +48,44 @@ log = logger("service")
 class Filling:
     """A task under way: whose it is, and the plan it carries out."""
 
-    def __init__(self, stream: Stream, data_ranks: int, pack: Pack, slot: int) -> None:
-        self.stream, self.data_ranks, self.pack, self.slot = stream, data_ranks, pack, slot
+    def __init__(self, stream: Stream, planner: Planner, data_ranks: int, pack: Pack, slot: int) -> None:
+        self.stream, self.planner, self.data_ranks, self.pack, self.slot = stream, planner, data_ranks, pack, slot
+
+
+class Outlet(Protocol):
+    """The way to the readers; neither method blocks."""
+
+    def send(self, identity: bytes, message: Message) -> bool:
+        """Whether the reader could be reached."""
+
+    def send_payload(self, identity: bytes, message: Message, payload: NDArray[np.uint8]) -> Pending | None:
+        """What tells when the payload may change again, or None: the reader could not be reached."""
 
 
 class Service:
-    """Serves one job's data. `send(identity, message)` tells whether the reader could be reached."""
+    """Serves the data to every job. The first of `jobs` is the one of readers that name none."""
 
     def __init__(
         self,
         config: RunConfig,
-        planner: Planner,
+        jobs: Mapping[str, Job],
         quarantine: Quarantine,
         slots: SlotPool,
         workers: WorkerPool,
-        send: Callable[[bytes, Message], bool],
+        outlet: Outlet,
     ) -> None:
-        self._config, self._planner, self._quarantine = config, planner, quarantine
-        self._slots, self._workers, self._send = slots, workers, send
+        self._config, self._jobs, self._quarantine = config, jobs, quarantine
+        self._slots, self._workers, self._outlet = slots, workers, outlet
+        self._quota = Quota(slots, slots.segment.slots // len(jobs))
         self._groups = groups(config.data)
+        self._specs = tuple(batch_spec(group) for group in self._groups)
         self._sessions: dict[bytes, Session] = {}
         self._streams: dict[StreamKey, Stream] = {}
         self._tasks: dict[int, Filling] = {}
-        self._held_up_since: dict[StreamKey, float] = {}
+        self._held_up, self._absent = Patience(HELD_UP_S), Patience(ABSENT_S)
         self._last_task = 0
         self._next_beat = 0.0
         self._draining = False
-        self._warn = RateLimited(log.warning)
 
     def handle(self, identity: bytes, message: ToDaemon, now: float) -> None:
         """Act on one message of a reader."""
@@ -89,12 +107,12 @@ class Service:
         """
         filling = self._tasks.pop(done.task)
         group = self._groups[filling.pack.group].name
-        _count(done, group)
+        metrics.filled(done, group)
         self._quarantine.record(len(done.sample_ids), done.verdicts)
         stream, cursor = filling.stream, filling.pack.cursor
         entry = stream.entries.get(cursor)
         if stream not in self._streams.values() or entry is None or entry.slot != filling.slot:
-            self._slots.free(filling.slot)
+            self._quota.free(filling.slot)
             return
         self._slots.commit(filling.slot)
         self._free(stream.filled(self._batch(filling, done), now))
@@ -104,11 +122,13 @@ class Service:
         self._bury_dead()
         for identity, session in list(self._sessions.items()):
             if now - session.heard_at > self._config.loader.lease_s:
-                log.warning("reader %s said nothing for %g s", _name(session), self._config.loader.lease_s)
-                self._send(identity, Failure("lease_expired", "nothing was heard within loader.lease_s", True))
+                log.warning("reader %s said nothing for %g s", session.name, self._config.loader.lease_s)
+                self._outlet.send(identity, Failure("lease_expired", "nothing was heard within loader.lease_s", True))
                 self._leave(identity)
         for key, stream in list(self._streams.items()):
             self._end_hold_up(key, stream, now)
+            self._give_up_absent(key, stream, now)
+        self._quota.reap()
         if now >= self._next_beat:
             self._next_beat = now + self._config.loader.heartbeat_s
             self.broadcast(Heartbeat())
@@ -132,8 +152,12 @@ class Service:
     def broadcast(self, message: Message) -> None:
         """Send to every reader; one that cannot be reached has left."""
         for identity in list(self._sessions):
-            if not self._send(identity, message):
+            if not self._outlet.send(identity, message):
                 self._leave(identity)
+
+    def sending(self) -> bool:
+        """Whether a slot waits for nothing but the end of its frames' sending."""
+        return self._quota.leaving() > 0
 
     def leases(self) -> int:
         """Batches in readers' hands."""
@@ -142,36 +166,42 @@ class Service:
     def _bury_dead(self) -> None:
         for identity, session in list(self._sessions.items()):
             if session.dead():
-                log.info("reader %s died (process %d)", _name(session), session.hello.process.pid)
+                log.info("reader %s died (process %d)", session.name, session.hello.process.pid)
                 self._leave(identity)
 
     def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
         self._bury_dead()
         if identity in self._sessions:
             self._leave(identity)
-        failure = refusal(hello, self._config, self._planner.check) or self._no_place(hello)
+        failure = refusal(hello, self._jobs, self._config.data.batch.round) or self._no_place(hello)
         if failure:
             log.warning("reader of data rank %d refused: %s", hello.data_rank, failure.text)
             self._reject(identity, failure)
             return
-        session = Session(hello, now)
+        session = self._session(hello, now)
         self._sessions[identity] = session
         metrics.CLIENTS.set(len(self._sessions))
-        stream = self._streams.setdefault(session.key, self._new_stream(hello))
-        self._free(stream.join(identity, hello.reader, self._planner.skips.landing(hello.cursor)))
+        stream = self._streams.setdefault(session.key, self._new_stream(session))
+        self._free(stream.join(identity, hello.reader, session.job.planner.skips.landing(hello.cursor)))
         self._settle(stream)
-        log.info("reader %s joins at %s (process %d)", _name(session), hello.cursor, hello.process.pid)
-        if not self._send(identity, self._welcome()):
+        log.info("reader %s joins at %s (process %d)", session.name, hello.cursor, hello.process.pid)
+        if not self._outlet.send(identity, self._welcome(session)):
             self._leave(identity)
+
+    def _session(self, hello: Hello, now: float) -> Session:
+        job = job_of(hello, self._jobs)
+        assert job
+        return Session(hello, job, now)
 
     def _no_place(self, hello: Hello) -> Failure | None:
         if self._draining:
             return Failure("draining", "this daemon is stopping; try its successor", True)
-        key = (hello.data_rank, hello.data_ranks)
+        key = self._session(hello, 0.0).key
         stream = self._streams.get(key)
         limit = self._config.loader.max_streams
-        if stream is None and len(self._streams) >= limit:
-            return Failure("no_slots", f"loader.max_streams ({limit}) streams are open; raise it or wait", True)
+        if stream is None and sum(1 for job, *_ in self._streams if job == key[0]) >= limit:
+            text = f"loader.max_streams ({limit}) streams of job {key[0]} are open; raise it or wait"
+            return Failure("no_slots", text, True)
         if stream and stream.expected != hello.readers:
             text = f"readers ({hello.readers}) must equal the {stream.expected} the stream was opened with"
             return Failure("readers", f"{text}; start all ranks with one mesh", False)
@@ -187,17 +217,16 @@ class Service:
                 self._leave(identity)
         return None
 
-    def _new_stream(self, hello: Hello) -> Stream:
-        ranks, planner = hello.data_ranks, self._planner
+    def _new_stream(self, session: Session) -> Stream:
+        ranks, planner = session.hello.data_ranks, session.job.planner
         limit = self._config.loader.slots_per_stream
-        return Stream(hello.readers, limit, lambda cursor: planner.skips.landing(planner.after(cursor, ranks)))
+        return Stream(session.hello.readers, limit, lambda cursor: planner.skips.landing(planner.after(cursor, ranks)))
 
-    def _welcome(self) -> Welcome:
-        data, segment = self._config.data, self._slots.segment
-        specs = tuple(batch_spec(group) for group in self._groups)
-        beat = self._config.loader.heartbeat_s
-        place = (segment.path, segment.slot_bytes, segment.slots)
-        return Welcome(PROTOCOL, digest(data), *place, beat, data.batch.micro_batches, specs)
+    def _welcome(self, session: Session) -> Welcome:
+        segment, beat = self._slots.segment, self._config.loader.heartbeat_s
+        path = segment.path if session.hello.lane == "slots" else ""
+        shape = (segment.slot_bytes, segment.slots, beat, self._config.data.batch.micro_batches)
+        return Welcome(PROTOCOL, session.job.digest, path, *shape, self._specs)
 
     def _obey(self, identity: bytes, stream: Stream, message: ToDaemon, now: float) -> None:
         if isinstance(message, Credit) and message.count > 0:
@@ -211,12 +240,12 @@ class Service:
             self._free(slots)
             self._settle(stream)
         elif isinstance(message, Bye):
-            log.info("reader %s leaves", _name(self._sessions[identity]))
+            log.info("reader %s leaves", self._sessions[identity].name)
             self._leave(identity)
 
     def _reject(self, identity: bytes, failure: Failure) -> None:
         metrics.REJECTED.labels(failure.code).inc()
-        self._send(identity, failure)
+        self._outlet.send(identity, failure)
 
     def _leave(self, identity: bytes) -> None:
         session = self._sessions.pop(identity)
@@ -227,6 +256,8 @@ class Service:
         self._settle(stream)
         if not stream.readers:
             del self._streams[session.key]
+            self._held_up.forget(session.key)
+            self._absent.forget(session.key)
             self._free([entry.slot for entry in stream.entries.values() if entry.batch])
 
     def _fill_next(self, key: StreamKey) -> bool:
@@ -235,15 +266,17 @@ class Service:
         if cursor is None:
             return False
         if (freed := stream.make_room(cursor)) is not None:
-            self._slots.free(freed)
-        slot = self._slots.claim()
+            self._quota.free(freed)
+        job, *place = key
+        slot = self._quota.claim(job)
         if slot is None:
             return False
         stream.begin(cursor, slot)
-        pack = self._planner.pack(cursor, *key)
+        planner = self._jobs[job].planner
+        pack = planner.pack(cursor, *place)
         metrics.IMBALANCE.labels("packed").set(pack.imbalance.packed)
         metrics.IMBALANCE.labels("balanced").set(pack.imbalance.balanced)
-        self._submit(Filling(stream, key[1], pack, slot))
+        self._submit(Filling(stream, planner, key[2], pack, slot))
         return True
 
     def _submit(self, filling: Filling) -> None:
@@ -256,7 +289,7 @@ class Service:
         pack = filling.pack
         return Batch(
             cursor=pack.cursor,
-            after=self._planner.after(pack.cursor, filling.data_ranks),
+            after=filling.planner.after(pack.cursor, filling.data_ranks),
             batch_id=pack.batch_id,
             group=pack.group,
             slot=filling.slot,
@@ -266,19 +299,31 @@ class Service:
             step_labels=pack.step_labels,
             sample_ids=done.sample_ids,
             substituted=done.substituted,
-            skipped_from=self._planner.skips.before(pack.cursor),
+            skipped_from=filling.planner.skips.before(pack.cursor),
             imbalance=pack.imbalance.balanced,
         )
 
     def _hand_over(self, stream: Stream, reader: Reader, entry: Entry, now: float) -> None:
-        assert entry.batch
-        if not self._send(reader.session, entry.batch):
+        if not self._send_batch(reader.session, entry):
             self._leave(reader.session)
             return
         self._slots.lease(entry.slot)
         stream.lease(reader, entry, now)
         metrics.BATCHES_SENT.inc()
         metrics.STAGE_SECONDS.labels("handover").observe(now - entry.ready_at)
+
+    def _send_batch(self, identity: bytes, entry: Entry) -> bool:
+        """Send the header and, in the tcp lane, the slot's bytes; whether the reader could be reached."""
+        assert entry.batch
+        if self._sessions[identity].hello.lane == "slots":
+            return self._outlet.send(identity, entry.batch)
+        payload = self._slots.segment.payload(entry.slot)[: self._specs[entry.batch.group].size_bytes]
+        frame = self._outlet.send_payload(identity, entry.batch, payload)
+        if frame is None:
+            return False
+        self._quota.sending(entry.slot, frame)
+        metrics.PAYLOAD_BYTES.inc(payload.nbytes)
+        return True
 
     def _settle(self, stream: Stream) -> None:
         """What was leased and is held no more, but wanted by a reader that is still to come, is ready again."""
@@ -289,56 +334,32 @@ class Service:
     def _end_hold_up(self, key: StreamKey, stream: Stream, now: float) -> None:
         """Tell a reader that waits in vain why, once HELD_UP_S have passed; it may greet again with its cursor."""
         found = stream.held_up()
-        if found is None:
-            self._held_up_since.pop(key, None)
-        elif now - self._held_up_since.setdefault(key, now) > HELD_UP_S:
-            del self._held_up_since[key]
+        if self._held_up.ends(key, found is not None, now) and found:
             reader, holders = found
-            held = f"readers {holders} hold all {len(stream.entries)} slots of data rank {key[0]} with later batches"
+            held = f"readers {holders} hold all {len(stream.entries)} slots of data rank {key[1]} with later batches"
             text = f"{held}, so that {reader.next} cannot be filled; release them, or start all readers at one cursor"
-            log.warning("reader %d of data rank %d cannot go on: %s", reader.number, key[0], text)
+            log.warning("reader %d of data rank %d cannot go on: %s", reader.number, key[1], text)
             self._reject(reader.session, Failure("slots_held", text, True))
             self._leave(reader.session)
 
+    def _give_up_absent(self, key: StreamKey, stream: Stream, now: float) -> None:
+        """Stop keeping batches for readers that did not come, once others have waited ABSENT_S for that reason."""
+        if self._absent.ends(key, stream.stalled(), now):
+            text = "data rank %d of %d of job %s goes on without readers %s, which may read elsewhere"
+            log.warning(text, key[1], key[2], key[0], stream.absent())
+            self._free(stream.give_up())
+
     def _free(self, slots: list[int]) -> None:
         for slot in slots:
-            self._slots.free(slot)
+            self._quota.free(slot)
 
     def _set_gauges(self) -> None:
         for state in State:
             metrics.SLOTS.labels(state.value).set(self._slots.count(state))
+        held = self._quota.held()
+        for job in self._jobs:
+            metrics.JOB_SLOTS.labels(job).set(held[job])
         for session in self._sessions.values():
             stream = self._streams[session.key]
             reader = next(r for r in stream.readers.values() if r.number == session.hello.reader)
-            metrics.READER_LAG.labels(*_labels(session)).set(stream.waiting(reader))
-        for key, stream in self._streams.items():
-            if (absent := stream.absent()) and stream.wanted() is None:
-                text = f"data rank {key[0]} of {key[1]}: nothing moves until readers {absent} join"
-                self._warn(f"absent {key}", text)
-
-
-def _labels(session: Session) -> tuple[str, str]:
-    hello = session.hello
-    return f"{hello.data_rank}/{hello.data_ranks}", str(hello.reader)
-
-
-def _name(session: Session) -> str:
-    rank, reader = _labels(session)
-    return f"{reader} of data rank {rank}"
-
-
-def _count(done: Done, group: str) -> None:
-    samples, images, clips = done.counts[:3]
-    for modality, count in (("sample", samples), ("image", images), ("audio", clips)):
-        metrics.SAMPLES.labels(modality).inc(count)
-    for stage, seconds in (
-        ("read", done.timings.read),
-        ("decode", done.timings.decode),
-        ("assemble", done.timings.assemble),
-    ):
-        metrics.STAGE_SECONDS.labels(stage).observe(seconds)
-    metrics.BATCHES_FILLED.labels(group).inc()
-    metrics.READ_BYTES.inc(done.read_bytes)
-    metrics.FETCHED_BYTES.inc(done.fetched_bytes)
-    metrics.READ_RETRIES.inc(done.retries)
-    metrics.SUBSTITUTED.inc(done.substituted)
+            metrics.READER_LAG.labels(*session.labels).set(stream.waiting(reader))

@@ -39,6 +39,7 @@ class Stream:
         self.expected, self._limit, self.after = readers, limit, after
         self.readers: dict[bytes, Reader] = {}
         self.entries: dict[Cursor, Entry] = {}
+        self._given_up: set[int] = set()
 
     def join(self, session: bytes, number: int, cursor: Cursor) -> list[int]:
         """A reader takes its place at `cursor`: all before it counts as released, nothing from it on does.
@@ -46,6 +47,7 @@ class Stream:
         Returns the slots this frees. The place must not be taken: `leave` the old session first.
         """
         self.readers[session] = Reader(session, number, cursor)
+        self._given_up.discard(number)
         for entry in self.entries.values():
             entry.holders.pop(number, None)
             if entry.cursor < cursor:
@@ -64,6 +66,17 @@ class Stream:
         """Numbers of the readers that are not here."""
         here = {reader.number for reader in self.readers.values()}
         return [number for number in range(self.expected) if number not in here]
+
+    def stalled(self) -> bool:
+        """Whether a reader waits in vain, because all batches are kept for readers that are not here."""
+        absent = set(self.absent()) - self._given_up
+        hungry = any(r.credits and r.next not in self.entries for r in self.readers.values())
+        return bool(absent) and hungry and self.wanted() is None
+
+    def give_up(self) -> list[int]:
+        """Keep nothing for the readers that are not here: they may read elsewhere. Returns the slots this frees."""
+        self._given_up.update(self.absent())
+        return self._collect()
 
     def credit(self, session: bytes, count: int) -> None:
         """The reader takes `count` more batches."""
@@ -155,5 +168,9 @@ class Stream:
         return max(idle, key=lambda e: e.cursor, default=None)
 
     def _collect(self) -> list[int]:
-        over = [e for e in self.entries.values() if e.batch and not e.holders and len(e.released) == self.expected]
+        over = [
+            e
+            for e in self.entries.values()
+            if e.batch and not e.holders and len(e.released | self._given_up) == self.expected
+        ]
         return [self.entries.pop(entry.cursor).slot for entry in over]

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 import yaml
 
-from shared.batch import groups
+from shared.batch import batch_spec, groups
 from shared.errors import ConfigError
 from shared.sections import DataSection, RunConfig
+from shared.wire import MAX_PAYLOAD_BYTES
 
 MOST_COST = 1000.0
 
@@ -54,7 +55,21 @@ def digest(data: DataSection) -> str:
 
 def endpoint(config: RunConfig) -> str:
     """The daemon's address with `{uid}` and `{job}` filled in."""
-    return config.loader.endpoint.format(uid=os.getuid(), job=config.job)
+    return _filled(config.loader.endpoint, config)
+
+
+def served(config: RunConfig) -> tuple[str, ...]:
+    """Every address that the daemon serves, `endpoint` first."""
+    return tuple(_filled(address, config) for address in (config.loader.endpoint, config.loader.listen) if address)
+
+
+def endpoints(config: RunConfig) -> tuple[str, ...]:
+    """Every daemon that a trainer may read from."""
+    return tuple(_filled(address, config) for address in config.loader.endpoints) or (endpoint(config),)
+
+
+def _filled(address: str, config: RunConfig) -> str:
+    return address.format(uid=os.getuid(), job=config.job)
 
 
 def run_dir(config: RunConfig) -> Path:
@@ -110,7 +125,7 @@ def _place(config: RunConfig, base: Path) -> RunConfig:
     datasets = tuple(replace(d, shards=tuple(_based(s, base) for s in d.shards)) for d in config.data.datasets)
     tokenizer = config.data.text.tokenizer
     text = replace(config.data.text, tokenizer=tokenizer if tokenizer == "bytes" else _based(tokenizer, base))
-    folders = {name: getattr(config.loader, name) for name in ("index_dir", "cache_dir")}
+    folders = {name: getattr(config.loader, name) for name in ("index_dir", "cache_dir", "keys_dir")}
     loader = replace(config.loader, **{name: path and _based(path, base) for name, path in folders.items()})
     init_from = config.train.init_from and _based(config.train.init_from, base)
     train = replace(config.train, run_dir=_based(config.train.run_dir, base), init_from=init_from)
@@ -138,8 +153,11 @@ def _require(ok: bool, name: str, value: object, rule: str, remedy: str) -> None
         raise ConfigError(name, value, rule, remedy)
 
 
+JOB_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+
+
 def _check_job(config: RunConfig) -> None:
-    fits = bool(re.fullmatch(r"[A-Za-z0-9_-]{1,40}", config.job))
+    fits = bool(JOB_NAME.fullmatch(config.job))
     _require(fits, "job", config.job, "must be 1 to 40 letters, digits, - or _", "rename it")
     _require(bool(config.data.datasets), "data.datasets", "[]", "must name at least one dataset", "add one")
     names = [d.name for d in config.data.datasets]
@@ -269,6 +287,28 @@ def _check_waits(config: RunConfig) -> None:
         _require(value >= 1, f"loader.{name}", value, "must be at least 1", "set 1 or more")
 
 
+def _check_jobs(config: RunConfig) -> None:
+    names = [config.job, *(job.name for job in config.loader.jobs)]
+    bad = [name for name in names[1:] if not JOB_NAME.fullmatch(name)]
+    _require(not bad, "loader.jobs", bad, "must be named by 1 to 40 letters, digits, - or _", "rename them")
+    _require(len(set(names)) == len(names), "loader.jobs", names, "must differ from job and each other", "rename one")
+
+
+def _check_lanes(config: RunConfig) -> None:
+    loader = config.loader
+    for name, values in (("listen", (loader.listen,)), ("endpoints", loader.endpoints)):
+        for value in filter(None, values):
+            schemes = ("tcp://",) if name == "listen" else ("tcp://", "ipc://")
+            rule = f"must begin with {' or '.join(schemes)}"
+            _require(value.startswith(schemes), f"loader.{name}", value, rule, "for example tcp://node7:9200")
+    rule = "must differ from each other: a daemon is tried once a round"
+    _require(len(set(loader.endpoints)) == len(loader.endpoints), "loader.endpoints", "given", rule, "remove one")
+    largest = max(batch_spec(group).size_bytes for group in groups(config.data))
+    ok = largest <= MAX_PAYLOAD_BYTES or not (loader.listen or loader.lane == "tcp")
+    rule = f"makes a micro-batch of {largest} bytes, and the tcp lane takes at most {MAX_PAYLOAD_BYTES}"
+    _require(ok, "data.batch.tokens", config.data.batch.tokens, rule, "lower it")
+
+
 def _check_model(config: RunConfig) -> None:
     model = config.model
     for name in ("vision", "audio", "decoder"):
@@ -294,5 +334,7 @@ RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_mesh,
     _check_tensor,
     _check_waits,
+    _check_jobs,
+    _check_lanes,
     _check_model,
 )

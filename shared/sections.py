@@ -121,10 +121,31 @@ class QuarantineSection(Section, frozen=True):
     after_samples: int = 1000
 
 
+class JobSection(Section, frozen=True):
+    """Another job that the daemon serves: the same data under its own seed, with slots of its own."""
+
+    name: str
+    seed: int = 0
+
+
 class LoaderSection(Section, frozen=True):
-    """The daemon on one node. `jpeg: reduced` decodes a JPEG at 1/2, 1/4 or 1/8 where that is enough for its bucket."""
+    """The daemon on one node. `jpeg: reduced` decodes a JPEG at 1/2, 1/4 or 1/8 where that is enough for its bucket.
+
+    `endpoint` is this node's daemon; `listen` a second address it serves, tcp://HOST:PORT, for readers elsewhere.
+    `endpoints` are the daemons that a trainer reads from, by default `endpoint` alone: data rank r begins with number
+    r of them, and goes to the next when one is lost. `lane` is how batches come: through shared memory (`slots`), as
+    frames (`tcp`), or the first where it can be mapped (`auto`). `keys_dir` holds what `millstream-loader keys` made;
+    a TCP address off the loopback is refused without it unless `allow_plain_tcp` is set.
+    `slots_per_stream` and `max_streams` count for each job apart: the run file's own and those of `jobs`.
+    """
 
     endpoint: str = "ipc:///tmp/millstream-{uid}-{job}.sock"
+    listen: str = ""
+    endpoints: tuple[str, ...] = ()
+    lane: Literal["auto", "slots", "tcp"] = "auto"
+    keys_dir: str = ""
+    allow_plain_tcp: bool = False
+    jobs: tuple[JobSection, ...] = ()
     workers: int = 1
     threads: int = 2
     device: Literal["cpu", "gpu"] = "cpu"

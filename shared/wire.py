@@ -1,10 +1,14 @@
 """The wire protocol's messages and how they become frames. No sockets here; the specification is README.md.
 
-Every message is one msgpack frame of a tagged struct, so junk is refused by type before anything looks at it.
+Every message is one msgpack frame of a tagged struct, so junk is refused by type before anything looks at it. In the
+tcp lane a BATCH is followed by a second frame, its payload.
 """
 
 import os
-from typing import TypeVar, Union
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Literal, TypeVar, Union
 
 import msgspec
 
@@ -13,8 +17,13 @@ from shared.errors import ProtocolError
 
 T = TypeVar("T")
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_TO_DAEMON_BYTES = 1 << 16
+MAX_PAYLOAD_BYTES = 1 << 30
+
+Lane = Literal["slots", "tcp"]
+"""How a batch's bytes reach a reader: in shared memory that it maps, or as a frame over the socket."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -22,7 +31,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):
-    """Who a peer is, so that a daemon on the same host sees its death at once."""
+    """Who a peer is, so that a daemon on the same host sees its death at once. `namespace` names host and pid space."""
 
     pid: int
     started: int
@@ -32,7 +41,8 @@ class Process(msgspec.Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True):
     """Reader -> daemon: open a session. `readers` is how many readers of this stream use this daemon.
 
-    `digest` is empty for a client that holds no data section and takes what is served.
+    `digest` is empty for a client that holds no data section and takes what is served, `job` for one that reads the
+    daemon's own job. `lane` has a default so that a greeting of protocol 1 is refused in words, not as junk.
     """
 
     protocol: int
@@ -44,10 +54,11 @@ class Hello(Message, frozen=True):
     readers: int
     cursor: Cursor
     process: Process
+    lane: Lane = "slots"
 
 
 class Welcome(Message, frozen=True):
-    """Daemon -> reader: where the slots lie and how every group's micro-batch is laid out."""
+    """Daemon -> reader: where the slots lie (`segment` is empty in the tcp lane) and how every group is laid out."""
 
     protocol: int
     digest: str
@@ -66,7 +77,7 @@ class Credit(Message, frozen=True):
 
 
 class Batch(Message, frozen=True):
-    """Daemon -> reader: a filled slot, leased until released.
+    """Daemon -> reader: a filled slot, leased until released. In the tcp lane the slot's bytes follow in a frame.
 
     `counts` are samples, images, clips, tokens and label tokens in this micro-batch; `step_labels` the label tokens
     the plan holds for the whole global batch, the same on every rank, known before the forward starts. `skipped_from`
@@ -136,7 +147,7 @@ def decode_to_daemon(frame: bytes) -> ToDaemon:
     Raises:
         ProtocolError: the frame is none.
     """
-    return _decode(_to_daemon, frame)
+    return _decode(_to_daemon, frame, MAX_TO_DAEMON_BYTES)
 
 
 def decode_to_reader(frame: bytes) -> ToReader:
@@ -145,12 +156,12 @@ def decode_to_reader(frame: bytes) -> ToReader:
     Raises:
         ProtocolError: the frame is none.
     """
-    return _decode(_to_reader, frame)
+    return _decode(_to_reader, frame, MAX_MESSAGE_BYTES)
 
 
-def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a frame of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes, limit: int) -> T:
+    if len(frame) > limit:
+        raise ProtocolError(f"a frame of {len(frame)} bytes is over the limit of {limit}")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -159,7 +170,16 @@ def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
 
 def this_process() -> Process:
     """The calling process."""
-    return Process(os.getpid(), start_ticks(os.getpid()), os.readlink("/proc/self/ns/pid"))
+    return Process(os.getpid(), start_ticks(os.getpid()), f"{_boot()}/{os.readlink('/proc/self/ns/pid')}")
+
+
+@cache
+def _boot() -> str:
+    """What tells this host's running kernel from every other: the first pid namespace has one number everywhere."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def start_ticks(pid: int) -> int:

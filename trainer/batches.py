@@ -1,4 +1,4 @@
-"""`Batch`: one leased slot of the daemon's shared memory as torch tensors, without a copy.
+"""`Batch`: one leased slot as torch tensors, without a copy. The slot is the daemon's shared memory or lies here.
 
 The tensors of `fields` and `payload` lie over the slot itself. They hold the batch's bytes until the batch is
 released, and never longer: whoever keeps data beyond that copies it. The mapping itself outlives the daemon.
@@ -52,6 +52,11 @@ class Attachment:
     def __init__(self, segment: Segment, unregister: Unregister) -> None:
         self.segment, self._unregister = segment, unregister
         self._leases, self._retired, self._open = 0, False, True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no batch lies on the segment."""
+        return self._leases == 0
 
     def lease(self) -> None:
         """One more batch lies on the segment."""
@@ -167,9 +172,8 @@ class Leases:
         return cursor in self._held
 
     def hold(self, batch: Batch, session: object) -> None:
-        """From here the batch is leased, until its `release`."""
+        """From here on the lease under the batch is ours, until its `release`."""
         self._held[batch.cursor] = session
-        batch.attachment.lease()
         batch.give_back = self._release
 
     def flush(self) -> None:

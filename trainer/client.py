@@ -1,22 +1,26 @@
-"""The client of the loader daemon, usable from any torch program: iterate it, get `Batch`es over shared memory.
+"""The client of loader daemons, usable from any torch program: iterate it, get `Batch`es.
 
 It needs torch, numpy, msgspec, pyzmq and xxhash, nothing of the trainer. No threads: everything, heartbeats included,
-happens inside the calls, and each wait ends by `wait_s`. The protocol itself is in `session.py`.
+happens inside the calls, and each wait ends by `wait_s`. The protocol itself is in `session.py`, the ways for batches
+(shared memory, TCP) in `lanes.py`.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
-
-import zmq
+from typing import Literal
 
 from shared import wire
 from shared.batch import Cursor
 from shared.config import digest
-from shared.errors import ConfigError, LoaderTimeout, ProtocolError, SlotError
+from shared.errors import LoaderTimeout, ProtocolError, SlotError
+from shared.keys import reader_keys
 from shared.sections import DataSection
 from shared.telemetry import logger
 from trainer.batches import Batch, Leases, Register
+from trainer.lanes import Arrival, Peers
+from trainer.link import Links
 from trainer.pinning import pin
 from trainer.session import Granted, Session
 from trainer.waits import WaitHistogram, WaitStats
@@ -24,69 +28,17 @@ from trainer.waits import WaitHistogram, WaitStats
 SLICE_S = 0.05
 SAY_AFTER_S = 10.0
 CLOSE_S = 5.0
-BYE_MS = 200
 START = Cursor()
-SOCKET_OPTIONS: dict[int, int] = {
-    zmq.LINGER: 0,
-    zmq.IMMEDIATE: 1,
-    zmq.SNDHWM: 1000,
-    zmq.RCVHWM: 1000,
-    zmq.RECONNECT_IVL: 20,
-    zmq.RECONNECT_IVL_MAX: 500,
-    zmq.MAXMSGSIZE: wire.MAX_MESSAGE_BYTES,
-}
 
 _log = logger("client")
-
-
-class DealerLink:
-    """One DEALER socket to the daemon (a `session.Link`). Queues are bounded and never fill for an absent daemon."""
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
-        self._socket = context.socket(zmq.DEALER)
-        for option, value in SOCKET_OPTIONS.items():
-            self._socket.setsockopt(option, value)
-        try:
-            self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            remedy = "give ipc:///path or tcp://host:port"
-            raise ConfigError("loader.endpoint", endpoint, f"cannot be connected to ({error})", remedy) from None
-
-    @property
-    def up(self) -> bool:
-        """Whether a daemon is at the other end right now."""
-        return self.wait_up(0.0)
-
-    def wait_up(self, seconds: float) -> bool:
-        """Wait so long for a daemon."""
-        return bool(self._socket.poll(round(seconds * 1000), zmq.POLLOUT))
-
-    def send(self, message: wire.Message) -> bool:
-        """Send now (True) or not at all."""
-        try:
-            self._socket.send(wire.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def receive(self, seconds: float) -> list[bytes] | None:
-        """The frames of the next message, or None after so many seconds."""
-        if not self._socket.poll(round(seconds * 1000), zmq.POLLIN):
-            return None
-        return self._socket.recv_multipart(zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """Say BYE if anybody listens, and close."""
-        said = self.up and self.send(wire.Bye())
-        self._socket.close(linger=BYE_MS if said else 0)
 
 
 class LoaderClient:
     """One reader of one data-parallel rank's stream. Iterate it; use it as a context manager.
 
     Args:
-        endpoint: the daemon's address, such as ipc:///tmp/millstream-1000-demo.sock.
+        endpoint: the daemon's address, such as ipc:///tmp/millstream-1000-demo.sock, or those of several daemons
+            with the same data: data rank r begins with number r of them, and goes to the next when one is lost.
         job: the job's name; the daemon compares it unless it is empty.
         data: the data section, compared with the daemon's; None takes what is served.
         data_rank, data_ranks: this stream among the data-parallel ranks.
@@ -96,12 +48,17 @@ class LoaderClient:
         wait_s: bound of every wait for a batch.
         steps: end the iteration after so many global steps; None never ends it.
         verify: recompute each batch's checksum when it is handed over.
-        register: page-locks a mapped segment and returns what undoes that; None does so where CUDA is available.
+        lane: slots (shared memory), tcp (frames, from any host), or auto: the first where it can be mapped.
+        keys_dir: the folder of daemon.public and reader.secret, for daemons that ask for keys over TCP.
+        register: page-locks memory that batches lie in and returns what undoes that; None does so where CUDA is.
+
+    Raises:
+        ConfigError: the keys cannot be used.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Sequence[str],
         *,
         job: str = "",
         data: DataSection | None = None,
@@ -114,15 +71,18 @@ class LoaderClient:
         wait_s: float = 120.0,
         steps: int | None = None,
         verify: bool = False,
+        lane: Literal["auto", "slots", "tcp"] = "auto",
+        keys_dir: str = "",
         register: Register | None = None,
     ) -> None:
         place = (data_rank, data_ranks, reader, readers, cursor)
         hello = wire.Hello(wire.PROTOCOL, job, digest(data) if data else "", *place, wire.this_process())
-        self._endpoint, self._wait_s, self._steps_left, self._verify = endpoint, wait_s, steps, verify
-        self._register = register or pin
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint)
+        peers = Peers.build(endpoints, data_rank, lane, register or pin)
+        self._wait_s, self._steps_left, self._verify = wait_s, steps, verify
+        self._links = Links(reader_keys(Path(keys_dir)) if keys_dir else None)
         self._leases = Leases(self._give_back)
-        self._session = Session(self._open_link, endpoint, hello, credits, self._leases.holds)
+        self._session = Session(self._links.open, peers, hello, credits, self._leases.holds)
         self._previous: Batch | None = None
         self._closed = False
         self._run, self._recent, self._first_s = WaitHistogram(), WaitHistogram(), -1.0
@@ -167,7 +127,7 @@ class LoaderClient:
 
     @property
     def junk(self) -> int:
-        """Frames from the daemon that were no message, and were ignored."""
+        """What came from daemons and was dropped: no message, too large, with a wrong number of frames or bytes."""
         return self._session.junk
 
     def connect(self) -> wire.Welcome:
@@ -199,7 +159,7 @@ class LoaderClient:
         self._release_previous_quietly()
         self._leases.finish(CLOSE_S)
         self._session.close()
-        self._context.term()
+        self._links.close()
 
     def _release_previous_quietly(self) -> None:
         try:
@@ -218,12 +178,12 @@ class LoaderClient:
             self._turn(0.0)
             if not self._session.queue:
                 self._wait(lambda: bool(self._session.queue), started)
-            header, granted = self._session.take()
-            waited_s = time.monotonic() - started
-            batch = Batch(header, granted.specs[header.group], granted.attachment, waited_s)
+            arrival, granted = self._session.take()
+            batch = _batch(arrival, granted, time.monotonic() - started)
             if not batch.lost():
                 return self._hand_over(batch, granted)
-            self._session.lose(f"the lease of batch {header.batch_id} ended before it was read")
+            batch.attachment.give_back()
+            self._session.lose(f"the lease of batch {batch.batch_id} ended before it was read")
 
     def _hand_over(self, batch: Batch, granted: Granted) -> Batch:
         if self._verify:
@@ -237,12 +197,8 @@ class LoaderClient:
             self._recent.add(batch.wait_s)
         return batch
 
-    def _open_link(self) -> DealerLink:
-        return DealerLink(self._context, self._endpoint)
-
     def _give_back(self, batch: Batch, granted: object) -> None:
-        if granted is self._session.granted:
-            self._session.send(wire.Release(batch.cursor))
+        self._session.release(batch.cursor, granted)
 
     def _wait(self, done: Callable[[], bool], started: float) -> None:
         say_at = started + SAY_AFTER_S
@@ -263,6 +219,10 @@ class LoaderClient:
 
     def _turn(self, seconds: float) -> None:
         if self._closed:
-            raise ProtocolError(f"the client of {self._endpoint} is closed")
+            raise ProtocolError(f"the client of {self._session.name} is closed")
         self._leases.flush()
-        self._session.turn(seconds, self._register)
+        self._session.turn(seconds)
+
+
+def _batch(arrival: Arrival, granted: Granted, waited_s: float) -> Batch:
+    return Batch(arrival.header, granted.specs[arrival.header.group], arrival.attachment, waited_s)

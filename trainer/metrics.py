@@ -21,7 +21,10 @@ CHECKPOINT_SECONDS = Histogram(
 )
 TOKENS = Counter("trainer_tokens", "Tokens trained on, without padding", registry=REGISTRY)
 SAMPLES = Counter("trainer_samples", "Samples trained on", registry=REGISTRY)
-RECONNECTS = Counter("trainer_reconnects", "Sessions with the loader opened after the first", registry=REGISTRY)
+RECONNECTS = Gauge("trainer_reconnects", "Sessions with a loader opened after the first", registry=REGISTRY)
+JUNK = Gauge(
+    "trainer_loader_junk", "Messages from a loader that were none, or not whole, and dropped", registry=REGISTRY
+)
 LOSS = Gauge("trainer_loss", "Loss of the last step, over the global batch", registry=REGISTRY)
 GRAD_NORM = Gauge("trainer_grad_norm", "Gradient norm of the last step, before clipping", registry=REGISTRY)
 STEP = Gauge("trainer_step", "Global steps finished", registry=REGISTRY)

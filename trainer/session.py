@@ -1,8 +1,9 @@
-"""The reader's side of the wire protocol as a state machine, over any link; `client.py` brings the socket.
+"""The reader's side of the wire protocol as a state machine, over any link (`link.py`) and lane (`lanes.py`).
 
 States: no link -> linked (HELLO sent) -> session (WELCOME came) -> lost -> no link ... A lost session is opened again
-with a HELLO at the position. Law: the position is ours. A batch from before the expected cursor is a duplicate and is
-dropped, one from beyond it breaks the protocol, so each batch is handed over exactly once, whoever died meanwhile.
+with a HELLO at the position, at the next daemon when this one is gone: every daemon makes every batch. Law: the
+position is ours. A batch from before the expected cursor is a duplicate and is dropped, one from beyond it breaks the
+protocol, so each batch is handed over exactly once, whoever died meanwhile.
 """
 
 import time
@@ -15,15 +16,18 @@ import msgspec
 from shared import wire
 from shared.batch import BatchSpec, Cursor
 from shared.errors import ProtocolError, SlotError, TooManyBadSamples
-from shared.slots import Segment
 from shared.telemetry import RateLimited, logger
-from trainer.batches import Attachment, Register, room_for
+from trainer.batches import room_for
+from trainer.lanes import Arrival, Lane, Peers
+from trainer.link import Land, Received
 
 QUIET_S = 2.0
 FIRST_HELLO_S = 3.0
 MAX_HELLO_S = 30.0
 MAX_PAUSE_S = 1.0
-MAX_ATTACH_FAILURES = 3
+CONNECT_S = 3.0
+BUSY = ("draining", "no_slots")
+BROKEN = "daemon_error"
 
 _log = logger("client")
 
@@ -38,11 +42,14 @@ class Link(Protocol):
     def wait_up(self, seconds: float) -> bool:
         """Wait so long for a daemon."""
 
+    def refusal(self) -> str:
+        """Why the daemon cannot be talked to, in words, or ""."""
+
     def send(self, message: wire.Message) -> bool:
         """Send now (True) or not at all."""
 
-    def receive(self, seconds: float) -> list[bytes] | None:
-        """The frames of the next message, or None after so many seconds."""
+    def receive(self, seconds: float, land: Land) -> Received | None:
+        """The next message, its second frame where `land` says, or None after so many seconds."""
 
     def close(self) -> None:
         """Say BYE if anybody listens, and close."""
@@ -52,7 +59,7 @@ class Granted(msgspec.Struct, eq=False):
     """What one WELCOME granted. `draining` is the daemon's reason once it sends no more batches."""
 
     welcome: wire.Welcome
-    attachment: Attachment
+    lane: Lane
     specs: dict[int, BatchSpec]
     draining: str = ""
 
@@ -62,45 +69,44 @@ class Session:
 
     Attributes:
         position: cursor of the next batch to hand over.
-        queue: headers received and not yet handed over, in order.
+        queue: batches received and not yet handed over, in order.
         granted: what the current session granted, None while there is none.
-        opened: sessions opened so far. junk: frames that were no message.
+        opened: sessions opened so far. junk: messages that were none, or whose bytes did not come whole.
     """
 
     def __init__(
         self,
-        open_link: Callable[[], Link],
-        endpoint: str,
+        open_link: Callable[[str, int], Link],
+        peers: Peers,
         hello: wire.Hello,
         credits: int,
         holds: Callable[[Cursor], bool],
     ) -> None:
-        self._open_link, self._endpoint, self._hello, self._credits = open_link, endpoint, hello, credits
+        self._open_link, self._peers, self._hello, self._credits = open_link, peers, hello, credits
         self._holds = holds
         self.position = self._expected = hello.cursor
-        self.queue: deque[wire.Batch] = deque()
+        self.queue: deque[Arrival] = deque()
         self.granted: Granted | None = None
         self.opened = self.junk = 0
         self._link: Link | None = None
-        self._attachment: Attachment | None = None
-        self._hello_at = self._heard_at = self._turned_at = self._sent_at = self._retry_at = 0.0
-        self._attempts = self._attach_failures = 0
+        self._opened_at = self._hello_at = self._heard_at = self._turned_at = self._sent_at = self._retry_at = 0.0
+        self._attempts = 0
         self._reason = ""
         self._say = RateLimited(_log.warning)
 
-    def turn(self, seconds: float, register: Register) -> None:
+    def turn(self, seconds: float) -> None:
         """Take one step towards a session, or take in what the daemon sent, within so many seconds."""
         now = time.monotonic()
         if now - self._turned_at > QUIET_S / 2:
             self._heard_at = now
         if self.granted and self.granted.draining and not self.queue:
-            self.lose(f"the daemon drains: {self.granted.draining}")
+            self.lose(f"the daemon drains: {self.granted.draining}", elsewhere=True)
         if self._link is None:
             self._open(seconds)
         elif not self._hello_at:
             self._say_hello(self._link, seconds)
         else:
-            self._listen(self._link, seconds, register)
+            self._listen(self._link, seconds)
         self._turned_at = time.monotonic()
 
     def send(self, message: wire.Message) -> None:
@@ -108,8 +114,8 @@ class Session:
         if self.granted and self._link and self._link.send(message):
             self._sent_at = time.monotonic()
 
-    def take(self) -> tuple[wire.Batch, Granted]:
-        """The next header of the queue, and the session it belongs to."""
+    def take(self) -> tuple[Arrival, Granted]:
+        """The next batch of the queue, whose lease is the caller's from here on, and the session it belongs to."""
         assert self.granted is not None
         return self.queue.popleft(), self.granted
 
@@ -118,11 +124,18 @@ class Session:
         self.position = header.after
         self.send(wire.Credit(1))
 
-    def lose(self, reason: str) -> None:
-        """Give the session up; the next turn opens a new one at the position."""
-        _log.warning("lost %s: %s; position %s", self.name, reason, place(self.position))
+    def release(self, cursor: Cursor, granted: object) -> None:
+        """Every read of a batch is over; the daemon is told, unless it knows or is another by now."""
+        if granted is self.granted and self.granted and not self.granted.lane.returns_at_once:
+            self.send(wire.Release(cursor))
+
+    def lose(self, reason: str, elsewhere: bool = False) -> None:
+        """Give the session up; the next turn opens a new one at the position, with the next daemon if `elsewhere`."""
+        self._say("lost", f"lost {self.name}: {reason}; position {place(self.position)}")
         self._reason = reason
         self._drop_link()
+        if elsewhere:
+            self._peers.go_on()
         pause_s = min(MAX_PAUSE_S, 0.05 * 2.0**self._attempts) if self._attempts else 0.0
         self._retry_at = time.monotonic() + pause_s
         self._attempts = min(self._attempts + 1, 10)
@@ -130,15 +143,14 @@ class Session:
     def close(self) -> None:
         """BYE, and unmap once no batch is held."""
         self._drop_link()
-        if self._attachment:
-            self._attachment.retire()
+        self._peers.close()
 
     @property
     def name(self) -> str:
         """The daemon and this reader, for messages."""
         hello = self._hello
         reader = f"reader {hello.reader} of {hello.readers}"
-        return f"loader {self._endpoint} (data rank {hello.data_rank} of {hello.data_ranks}, {reader})"
+        return f"loader {self._peers.current.endpoint} (data rank {hello.data_rank} of {hello.data_ranks}, {reader})"
 
     def state(self, waited_s: float) -> str:
         """In words, what a wait of so many seconds waits for."""
@@ -155,17 +167,24 @@ class Session:
         if pause_s > 0:
             time.sleep(min(pause_s, seconds))
         else:
-            self._link = self._open_link()
+            peer = self._peers.current
+            self._link, self._opened_at = self._open_link(peer.endpoint, peer.lane.max_bytes), time.monotonic()
 
     def _say_hello(self, link: Link, seconds: float) -> None:
-        if link.wait_up(seconds) and link.send(msgspec.structs.replace(self._hello, cursor=self.position)):
+        lane = self._peers.current.lane.name
+        if link.wait_up(seconds) and link.send(msgspec.structs.replace(self._hello, cursor=self.position, lane=lane)):
             self._hello_at = self._heard_at = time.monotonic()
+        elif refusal := link.refusal():
+            raise ProtocolError(f"refused by {self.name}: {refusal}")
+        elif len(self._peers) > 1 and time.monotonic() - self._opened_at > CONNECT_S:
+            self.lose(f"not there within {CONNECT_S:g} s", elsewhere=True)
 
-    def _listen(self, link: Link, seconds: float, register: Register) -> None:
-        frames = link.receive(seconds)
-        while frames is not None:
-            self._take_in(frames, register)
-            frames = link.receive(0.0) if link is self._link else None
+    def _listen(self, link: Link, seconds: float) -> None:
+        land = self._peers.current.lane.land
+        received = link.receive(seconds, land)
+        while received is not None:
+            self._take_in(received)
+            received = link.receive(0.0, land) if link is self._link else None
         if link is not self._link:
             return
         if not self.queue:
@@ -175,19 +194,20 @@ class Session:
 
     def _check_alive(self, link: Link) -> None:
         if self.granted:
-            bound_s = max(QUIET_S, 3 * self.granted.welcome.heartbeat_s)
+            beat_s = self.granted.welcome.heartbeat_s
+            bound_s = max(QUIET_S, 3 * beat_s) + self.granted.lane.slack_s(self._credits)
         else:
             bound_s = min(MAX_HELLO_S, FIRST_HELLO_S * 2.0**self._attempts)
         if not link.up:
-            self.lose("the daemon went away")
+            self.lose("the daemon went away", elsewhere=True)
         elif time.monotonic() - self._heard_at > bound_s:
-            self.lose(f"no word from the daemon for {bound_s:g} s")
+            self.lose(f"no word from the daemon for {bound_s:g} s", elsewhere=True)
 
-    def _take_in(self, frames: list[bytes], register: Register) -> None:
+    def _take_in(self, received: Received) -> None:
         try:
-            if len(frames) != 1:
-                raise ProtocolError(f"a message of {len(frames)} frames")
-            message = wire.decode_to_reader(frames[0])
+            message = wire.decode_to_reader(received.frame)
+            if received.frames != 1 and not isinstance(message, wire.Batch):
+                raise ProtocolError(f"a message of {received.frames} frames")
         except ProtocolError as error:
             self.junk += 1
             self._say("junk", f"ignored from {self.name}: {error}")
@@ -195,29 +215,25 @@ class Session:
         self._heard_at = time.monotonic()
         match message:
             case wire.Welcome():
-                self._on_welcome(message, register)
+                self._on_welcome(message)
             case wire.Batch():
-                self._on_batch(message)
+                self._on_batch(message, received)
             case wire.Failure():
                 self._on_failure(message)
             case wire.Drain() if self.granted:
                 self.granted.draining = message.reason or "no reason given"
 
-    def _on_welcome(self, welcome: wire.Welcome, register: Register) -> None:
+    def _on_welcome(self, welcome: wire.Welcome) -> None:
         self._check_welcome(welcome)
-        try:
-            attachment = self._attach(welcome, register)
-        except SlotError as error:
-            self._attach_failures += 1
-            if self._attach_failures >= MAX_ATTACH_FAILURES:
-                raise
-            self.lose(str(error))
+        peer = self._peers.current
+        if not peer.attach(welcome):
+            self.lose(f"its slots cannot be mapped; the {peer.lane.name} lane is tried next")
             return
-        self._attach_failures = 0
-        self.granted = Granted(welcome, attachment, {spec.group: spec for spec in welcome.specs})
+        self.granted = Granted(welcome, peer.lane, {spec.group: spec for spec in welcome.specs})
         self._expected = self.position
         self.opened += 1
-        _log.info("session %d with %s from %s", self.opened, self.name, place(self.position))
+        name = peer.lane.name
+        _log.info("session %d with %s from %s, lane %s", self.opened, self.name, place(self.position), name)
         self.send(wire.Credit(self._credits))
 
     def _check_welcome(self, welcome: wire.Welcome) -> None:
@@ -229,34 +245,33 @@ class Session:
             both = f"data digest {welcome.digest}, this client's is {self._hello.digest}"
             raise ProtocolError(f"{self.name} serves {both}; start both from one run file")
 
-    def _attach(self, welcome: wire.Welcome, register: Register) -> Attachment:
-        old = self._attachment
-        if old and old.segment.path == welcome.segment:
-            return old
-        segment = Segment.attach(welcome.segment, welcome.slots, welcome.slot_bytes)
-        if old:
-            old.retire()
-        self._attachment = Attachment(segment, register(segment.array))
-        return self._attachment
-
-    def _on_batch(self, header: wire.Batch) -> None:
+    def _on_batch(self, header: wire.Batch, received: Received) -> None:
         if self.granted is None:
             raise ProtocolError(f"{self.name} sent batch {header.batch_id} before WELCOME")
         if header.cursor < self._expected:
             self._drop(header)
             return
-        self._check_header(header, self.granted)
+        spec = self._check_header(header, self.granted)
+        try:
+            arrival = self.granted.lane.arrive(header, spec, received.frames, received.payload_bytes)
+        except SlotError as error:
+            self.junk += 1
+            self.lose(str(error))
+            return
         self._attempts, self._reason = 0, ""
         self._expected = header.after
-        self.queue.append(header)
+        self.queue.append(arrival)
+        if self.granted.lane.returns_at_once:
+            self.send(wire.Release(header.cursor))
 
     def _drop(self, header: wire.Batch) -> None:
         self._say("duplicate", f"batch {header.batch_id} came again from {self.name}; dropped")
         self.send(wire.Credit(1))
-        if not self._holds(header.cursor) and all(header.cursor != queued.cursor for queued in self.queue):
+        held = self._holds(header.cursor) or any(header.cursor == queued.header.cursor for queued in self.queue)
+        if self.granted and (self.granted.lane.returns_at_once or not held):
             self.send(wire.Release(header.cursor))
 
-    def _check_header(self, header: wire.Batch, granted: Granted) -> None:
+    def _check_header(self, header: wire.Batch, granted: Granted) -> BatchSpec:
         sent = f"{self.name} sent batch {header.batch_id}"
         first = header.skipped_from or header.cursor
         if not first <= self._expected <= header.cursor < header.after:
@@ -265,13 +280,13 @@ class Session:
         spec = granted.specs.get(header.group)
         if spec is None or not room_for(spec, granted.welcome.slot_bytes):
             raise ProtocolError(f"{sent} of group {header.group}, whose layout is unknown or does not fit a slot")
-        if not 0 <= header.slot < granted.welcome.slots:
-            raise ProtocolError(f"{sent} in slot {header.slot} of {granted.welcome.slots}")
+        return spec
 
     def _on_failure(self, failure: wire.Failure) -> None:
-        if not failure.retryable:
+        survivable = failure.code == BROKEN and len(self._peers) > 1
+        if not (failure.retryable or survivable):
             self._refused(failure)
-        self.lose(f"{failure.code}: {failure.text}")
+        self.lose(f"{failure.code}: {failure.text}", elsewhere=survivable or failure.code in BUSY)
 
     def _refused(self, failure: wire.Failure) -> NoReturn:
         if "bad_samples" in failure.code:
@@ -280,7 +295,8 @@ class Session:
 
     def _drop_link(self) -> None:
         link, self._link, self.granted, self._hello_at = self._link, None, None, 0.0
-        self.queue.clear()
+        while self.queue:
+            self.queue.popleft().attachment.give_back()
         if link:
             link.close()
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from shared.batch import Cursor
-from shared.config import endpoint, run_dir
+from shared.config import endpoints, run_dir
 from shared.errors import ConfigError
 from shared.sections import RunConfig
 from shared.skips import is_skipped
@@ -144,7 +144,7 @@ def build_parts(
 def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
     """This reader's client, from the start's cursor on."""
     return LoaderClient(
-        endpoint(config),
+        endpoints(config),
         job=config.job,
         data=config.data,
         data_rank=ranks.coords.data,
@@ -153,6 +153,8 @@ def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
         readers=len(ranks.readers),
         cursor=start.cursor,
         wait_s=config.train.wait_s,
+        lane=config.loader.lane,
+        keys_dir=config.loader.keys_dir,
     )
 
 
@@ -242,11 +244,14 @@ def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
         tracker.step(line)
     if parts.consumed and taken:
         parts.consumed.write(taken.lines)
-    observe(line, taken)
+    observe(line, taken, parts.client)
 
 
-def observe(line: StepLine, taken: Taken | None) -> None:
+def observe(line: StepLine, taken: Taken | None, client: LoaderClient | None) -> None:
     """Bring this rank's metrics up to date."""
+    if client:
+        metrics.RECONNECTS.set(client.reconnects)
+        metrics.JUNK.set(client.junk)
     metrics.STEP.set(line.step + 1)
     metrics.LOSS.set(line.loss)
     metrics.GRAD_NORM.set(line.grad_norm)

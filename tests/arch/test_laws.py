@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("shared", "dataloader_svc", "trainer")
 DOORS = {
-    "zmq": {"dataloader_svc/server.py", "trainer/client.py"},
+    "zmq": {"dataloader_svc/server.py", "trainer/link.py"},
     "nvidia": {"dataloader_svc/decode.py"},
     "simplejpeg": {"dataloader_svc/jpeg.py"},
     "tarfile": {"dataloader_svc/shards.py"},

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from shared.batch import Cursor
-from shared.wire import Bye, Credit, Failure, Heartbeat, Process, Release, Welcome
+from shared.wire import MAX_TO_DAEMON_BYTES, Bye, Credit, Failure, Heartbeat, Process, Release, Welcome, this_process
 from tests.support.daemons import ROOT, Daemon, make_run, serving, wait_until
 from tests.support.ports import free_port
 from tests.support.reader import RawReader
@@ -154,7 +154,7 @@ def test_a_killed_readers_leases_return_and_another_is_served(site: Site) -> Non
 
 
 def test_a_process_that_never_was_is_noticed_without_waiting_for_the_lease(site: Site) -> None:
-    me = Process(os.getpid(), 1, os.readlink("/proc/self/ns/pid"))
+    me = Process(os.getpid(), 1, this_process().namespace)
     with RawReader(site.config) as reader:
         reader.send(reader.hello(process=me))
         reader.expect(Welcome)
@@ -166,8 +166,21 @@ def test_a_process_that_never_was_is_noticed_without_waiting_for_the_lease(site:
         assert answers[-1].code == "unknown_session"
 
 
+def test_a_reader_on_another_host_is_not_taken_for_dead(site: Site) -> None:
+    """Its process id means nothing here, although the first pid namespace has the same number on every host."""
+    namespace = this_process().namespace.rpartition("/")[2]
+    with RawReader(site.config) as reader:
+        reader.join(process=Process(1 << 30, 1, f"another-boot/{namespace}"))
+        for batch in reader.read(12):
+            assert batch
+        before = site.metric("loader_clients")
+        wait_until(lambda: reader.next(0.5) is not None or True, "some ticks pass")
+        assert (before, site.metric("loader_clients")) == (1, 1)
+        reader.bye()
+
+
 REFUSALS = {
-    "protocol": ({"protocol": 99}, "protocol version 99 of the reader is not 1 of the daemon"),
+    "protocol": ({"protocol": 99}, "protocol version 99 of the reader is not 2 of the daemon"),
     "digest": (
         {"digest": "feedfacefeedface"},
         "the data section differs: its digest is feedfacefeedface at the reader",
@@ -208,7 +221,7 @@ def test_a_client_without_a_data_section_takes_what_is_served(site: Site) -> Non
 
 
 def test_the_dead_never_stand_in_the_way_of_another_layout(site: Site) -> None:
-    dead = Process(os.getpid(), 1, os.readlink("/proc/self/ns/pid"))
+    dead = Process(os.getpid(), 1, this_process().namespace)
     with RawReader(site.config) as first, RawReader(site.config) as other:
         for _ in range(5):
             first.send(first.hello(reader=0, readers=2, process=dead))
@@ -246,18 +259,23 @@ def test_messages_without_a_session_are_answered(site: Site) -> None:
     assert (failure.code, failure.retryable) == ("unknown_session", True)
 
 
+REASONS = ("junk", "oversize", "frames")
+
+
 def test_junk_is_counted_and_harms_nobody(site: Site) -> None:
-    before = site.metric("loader_messages_rejected_total", reason="junk")
+    before = [site.metric("loader_messages_rejected_total", reason=reason) for reason in REASONS]
     with RawReader(site.config) as reader:
         reader.join()
         junk = [b"", b"\x80\x04\x95", b"\xff" * 1000, msgspec.msgpack.encode({"type": "Hello", "pid": 1})]
         for frame in junk:
             reader.socket.send(frame)
+        reader.socket.send(bytes(MAX_TO_DAEMON_BYTES + 1))
         reader.socket.send_multipart([b"a", b"b"])
         reader.send(Release(Cursor(5, 5, 5)))
         assert len(reader.read(4)) == 4
         reader.bye()
-    assert site.metric("loader_messages_rejected_total", reason="junk") - before == len(junk) + 1
+    after = [site.metric("loader_messages_rejected_total", reason=reason) for reason in REASONS]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [len(junk), 1, 1]
 
 
 def test_the_metrics_tell_what_happened(site: Site) -> None:

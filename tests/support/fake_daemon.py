@@ -2,7 +2,8 @@
 
 What it serves at a cursor is a pure function of the cursor, so a restarted one serves the same bytes. Every message it
 receives is kept in `received`. Tests make it misbehave by `say` (send anything), `before_batch` (change a header or
-the slot just before a batch goes out) and the constructor's switches.
+the slot just before a batch goes out), `payload_frames` (what follows a header in the tcp lane), `segment_path` (where
+it says its slots are) and the constructor's switches.
 """
 
 import threading
@@ -25,6 +26,7 @@ from shared.sections import DataSection
 from shared.slots import SlotPool
 
 Change = Callable[[wire.Batch, SlotPool], list[wire.Batch]]
+Frames = Callable[[bytes], list[bytes]]
 
 
 class FakeDaemon:
@@ -37,6 +39,8 @@ class FakeDaemon:
         self.received: list[Any] = []
         self.refuse: wire.Failure | None = None
         self.before_batch: Change = lambda header, pool: [header]
+        self.payload_frames: Frames = lambda payload: [payload]
+        self.segment_path = self.pool.segment.path
         self.mute = False
         self.heartbeat_s = 0.2
         self.batches_left = 1_000_000
@@ -89,7 +93,7 @@ class FakeDaemon:
         if isinstance(message, wire.Hello):
             socket.send_multipart([who, wire.encode(self.refuse or self._welcome())])
             if not self.refuse:
-                self._sessions[who] = {"cursor": message.cursor, "credits": 0, "slots": {}}
+                self._sessions[who] = {"cursor": message.cursor, "credits": 0, "slots": {}, "lane": message.lane}
         elif who not in self._sessions:
             socket.send_multipart([who, wire.encode(wire.Failure("unknown_session", "say HELLO first", True))])
         else:
@@ -114,7 +118,7 @@ class FakeDaemon:
         return wire.Welcome(
             wire.PROTOCOL,
             digest(self.data),
-            segment.path,
+            self.segment_path,
             segment.slot_bytes,
             segment.slots,
             self.heartbeat_s,
@@ -132,7 +136,9 @@ class FakeDaemon:
                 session["credits"] -= 1
                 self.batches_left -= 1
                 for changed in self.before_batch(header, self.pool):
-                    socket.send_multipart([who, wire.encode(changed)])
+                    payload = self.pool.segment.payload(slot)[: self.specs[header.group].size_bytes].tobytes()
+                    frames = self.payload_frames(payload) if session["lane"] == "tcp" else []
+                    socket.send_multipart([who, wire.encode(changed), *frames])
 
     def _fill(self, slot: int, cursor: Cursor) -> wire.Batch:
         group = self._groups[cursor.step % len(self._groups)]

@@ -108,8 +108,9 @@ def _lie(rng: random.Random, hello: wire.Hello) -> wire.Message:
         "reader": rng.choice((0, 5, -1)),
         "readers": rng.choice((1, 2, 2**62)),
         "job": rng.choice(("", "other", "\0", "x" * 5000)),
-        "protocol": rng.choice((0, 1, 99)),
+        "protocol": rng.choice((0, 1, 2, 99)),
         "digest": rng.choice(("", "ffff")),
+        "lane": rng.choice(("slots", "tcp", "carrier pigeon")),
     }
     told = {name: lies[name] for name in rng.sample(sorted(lies), rng.choice((1, 2, 4)))}
     return rng.choice(

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import xxhash
 import zmq
+from numpy.typing import NDArray
 
 from shared.batch import Cursor
 from shared.config import digest, endpoint
@@ -21,6 +22,7 @@ from shared.wire import (
     Credit,
     Heartbeat,
     Hello,
+    Lane,
     Message,
     Release,
     ToReader,
@@ -37,16 +39,28 @@ START = Cursor()
 
 
 class RawReader:
-    """One reader. Every wait is bounded by WAIT_S. Use as a context manager."""
+    """One reader. Every wait is bounded by WAIT_S. `slow` takes in little that it is not asked for."""
 
-    def __init__(self, config: RunConfig, data_rank: int = 0, data_ranks: int = 1) -> None:
-        self.config, self.data_rank, self.data_ranks = config, data_rank, data_ranks
+    def __init__(
+        self,
+        config: RunConfig,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        address: str = "",
+        lane: Lane = "slots",
+        slow: bool = False,
+    ) -> None:
+        self.config, self.data_rank, self.data_ranks, self.lane = config, data_rank, data_ranks, lane
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(endpoint(config))
+        if slow:
+            self.socket.setsockopt(zmq.RCVBUF, 4096)
+            self.socket.setsockopt(zmq.RCVHWM, 1)
+        self.socket.connect(address or endpoint(config))
         self.welcome: Welcome | None = None
         self.segment: Segment | None = None
+        self.payload: list[bytes] = []
 
     def __enter__(self) -> "RawReader":
         return self
@@ -74,14 +88,18 @@ class RawReader:
             readers=readers,
             cursor=cursor,
             process=this_process(),
+            lane=self.lane,
         )
         return msgspec.structs.replace(hello, **changes)
 
-    def join(self, cursor: Cursor = START, reader: int = 0, readers: int = 1, credits: int = 2) -> Welcome:
-        """Say HELLO, map the slots, give credits."""
-        self.send(self.hello(cursor, reader, readers))
+    def join(
+        self, cursor: Cursor = START, reader: int = 0, readers: int = 1, credits: int = 2, **changes: Any
+    ) -> Welcome:
+        """Say HELLO, map the slots where there are any, give credits."""
+        self.send(self.hello(cursor, reader, readers, **changes))
         self.welcome = self.expect(Welcome)
-        self.segment = Segment.attach(self.welcome.segment, self.welcome.slots, self.welcome.slot_bytes)
+        if self.lane == "slots":
+            self.segment = Segment.attach(self.welcome.segment, self.welcome.slots, self.welcome.slot_bytes)
         self.send(Credit(credits))
         return self.welcome
 
@@ -91,7 +109,8 @@ class RawReader:
         while (left := deadline - time.monotonic()) > 0:
             if not self.socket.poll(max(1, round(left * 1000))):
                 return None
-            message = decode_to_reader(self.socket.recv())
+            frame, *self.payload = self.socket.recv_multipart()
+            message = decode_to_reader(frame)
             if not isinstance(message, Heartbeat):
                 return message
             self.send(Heartbeat())
@@ -107,14 +126,19 @@ class RawReader:
 
     def arrays(self, batch: Batch) -> dict[str, Any]:
         """Copies of the batch's arrays; its checksum and generation are held."""
-        assert self.welcome and self.segment
-        spec, payload = self.welcome.specs[batch.group], self.segment.payload(batch.slot)
-        assert self.segment.generation(batch.slot) == batch.generation
+        assert self.welcome
+        spec, payload = self.welcome.specs[batch.group], self._payload(batch)
         assert xxhash.xxh3_64_intdigest(payload[: spec.size_bytes].tobytes()) & ((1 << 63) - 1) == batch.checksum
         return {
             f.name: np.array(payload[f.offset : f.offset + f.size_bytes].view(f.dtype).reshape(f.shape))
             for f in spec.fields
         }
+
+    def _payload(self, batch: Batch) -> NDArray[np.uint8]:
+        if self.segment is None:
+            return np.frombuffer(self.payload[0], dtype=np.uint8)
+        assert self.segment.generation(batch.slot) == batch.generation
+        return self.segment.payload(batch.slot)
 
     def release(self, batch: Batch, credits: int = 1) -> None:
         self.send(Release(batch.cursor))

@@ -305,3 +305,48 @@ def test_whatever_happens_each_life_of_a_reader_sees_an_unbroken_row(seed: int) 
         assert house.stream.leases() == sum(map(len, held.values()))
     for steps in house.got.values():
         assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
+
+
+def test_batches_are_kept_for_an_absent_reader_until_it_is_given_up() -> None:
+    house = House(readers=2)
+    house.join(b"a", 0)
+    for step in range(LIMIT):
+        house.fill()
+        house.send()
+        house.release(b"a", step)
+    house.fill()
+    assert house.got[b"a"] == [0, 1, 2]
+    assert house.stream.stalled()
+    house.free += house.stream.give_up()
+    house.fill()
+    house.send()
+    assert house.got[b"a"] == [0, 1, 2, 3, 4, 5]
+    assert not house.stream.stalled()
+
+
+def test_a_reader_that_was_given_up_gets_everything_when_it_comes() -> None:
+    house = House(readers=2)
+    house.join(b"a", 0)
+    house.fill()
+    house.send()
+    house.release(b"a", 0)
+    house.free += house.stream.give_up()
+    house.join(b"b", 1, credits=2)
+    for _ in range(6):
+        house.fill()
+        house.send()
+        for name in (b"a", b"b"):
+            for step in house.got[name]:
+                if house.release(name, step):
+                    house.stream.credit(name, 1)
+    assert house.got[b"b"][:4] == [0, 1, 2, 3]
+    assert house.got[b"a"] == sorted(set(house.got[b"a"]))
+
+
+def test_a_stream_with_all_its_readers_is_never_stalled() -> None:
+    house = House(readers=1)
+    house.join(b"a", 0)
+    house.fill()
+    house.send()
+    house.fill()
+    assert not house.stream.stalled()

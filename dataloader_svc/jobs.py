@@ -1,0 +1,24 @@
+"""The jobs that one daemon serves apart: the run file's own, and `loader.jobs`. Same data, own seed, own order."""
+
+import msgspec
+
+from dataloader_svc.index import Index
+from dataloader_svc.plan import Planner
+from shared.config import digest
+from shared.sections import DataSection, RunConfig
+
+
+class Job:
+    """One job: `data` under its own seed, and the plan of that."""
+
+    def __init__(self, name: str, data: DataSection, planner: Planner) -> None:
+        self.name, self.digest, self.planner = name, digest(data), planner
+
+
+def build_jobs(config: RunConfig, index: Index, planner: Planner) -> dict[str, Job]:
+    """Every job by name, the run file's own first; `planner` is that one's."""
+    jobs = {config.job: Job(config.job, config.data, planner)}
+    for section in config.loader.jobs:
+        data = msgspec.structs.replace(config.data, seed=section.seed)
+        jobs[section.name] = Job(section.name, data, Planner(data, index))
+    return jobs
