@@ -25,8 +25,8 @@ from trainer.display import Display, show_summary
 from trainer.engine import Engine, StepResult, build_engine
 from trainer.feed import Feed, Taken, check_same
 from trainer.launch import Ranks
-from trainer.log import Lines, StepLine, consumed_lines, step_lines
-from trainer.manifest import complete, signature_of
+from trainer.log import Lines, StepLine, consumed_lines, cut_unopened, step_lines
+from trainer.manifest import complete, layout_of, signature_of
 from trainer.optim import lr_at
 from trainer.preprocess import Preprocessor
 from trainer.waits import Waits
@@ -96,7 +96,8 @@ def check_run_dir(config: RunConfig, ranks: Ranks, resume: bool) -> None:
 
 def build_checkpoints(config: RunConfig, ranks: Ranks) -> Checkpoints:
     """The run's checkpoints."""
-    return Checkpoints(run_dir(config) / "checkpoints", ranks, signature_of(config), config.train.keep)
+    folder, train = run_dir(config) / "checkpoints", config.train
+    return Checkpoints(folder, ranks, layout_of(config), signature_of(config), train.keep, train.checkpoint)
 
 
 def load_start(checkpoints: Checkpoints, engine: Engine, ranks: Ranks, resume: bool) -> Start:
@@ -117,6 +118,8 @@ def build_parts(
         client = stack.enter_context(connect(config, ranks, start))
         feed = build_feed(config, ranks, client)
     folder, main = run_dir(config), ranks.is_main
+    if main:
+        cut_unopened(folder, ranks.mesh.data, start.cursor)
     first = ranks.is_reader and ranks.reader == 0
     consumed = stack.enter_context(consumed_lines(folder, ranks.coords.data, start.cursor)) if first else None
     steps = stack.enter_context(step_lines(folder, start.step)) if main else None
@@ -161,11 +164,13 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
         record(parts, line, taken)
         if ranks.is_main:
             lines.append(line)
+        parts.checkpoints.poll()
         if stopping or step + 1 == config.train.steps or saves_at(step + 1, config.train.save_every):
             save(parts, step + 1, cursor)
             saved = step + 1
         if stopping:
             break
+    parts.checkpoints.finish()
     if ranks.is_main:
         _log.info("stopped after step %d of %d; checkpoint %d holds it", saved, config.train.steps, saved)
     return lines

@@ -19,7 +19,7 @@ from shared.sections import RunConfig
 from tests.support import packs
 from trainer.checkpoint import Checkpoints
 from trainer.launch import Ranks, join
-from trainer.manifest import signature_of
+from trainer.manifest import layout_of, signature_of
 from trainer.optim import lr_at
 
 
@@ -40,7 +40,8 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     from trainer.engine import build_engine
 
     engine = build_engine(config, ranks)
-    store = Checkpoints(Path(task.get("checkpoints", out)), ranks, signature_of(config), keep=100)
+    folder, how = Path(task.get("checkpoints", out)), config.train.checkpoint
+    store = Checkpoints(folder, ranks, layout_of(config), signature_of(config), keep=100, how=how)
     saved = store.load_newest(engine) if task.get("resume") else None
     first = saved.step if saved else 0
     losses, norms = [], []
@@ -50,8 +51,10 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
         result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        store.poll()
         if task.get("save_every") and (step + 1) % task["save_every"] == 0:
             store.save(engine, step + 1, Cursor(0, step + 1, 0))
+    store.finish()
     weights = {name: p.detach().float().numpy() for name, p in engine.named_parameters()}
     np.savez(f"{out}-{ranks.rank}.npz", **weights)
     return {"first": first, "losses": losses, "norms": norms}

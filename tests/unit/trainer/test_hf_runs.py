@@ -16,10 +16,10 @@ from tests.support.hugging import RUN, fitting_run, saved
 from tests.support.packs import MIXED, global_batch
 from tests.support.ranks import ROOT, run_ranks
 from tests.support.runs import run_config, run_file
-from trainer.consolidate import read_checkpoint
 from trainer.loss import token_loss
 from trainer.models import build
 from trainer.models.hf import Part
+from trainer.source import read_checkpoint
 from trainer.weights import import_weights, load_initial
 
 PARTS: dict[Part, str] = {"vision": "clip", "audio": "whisper", "decoder": "qwen2-tied"}
