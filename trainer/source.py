@@ -40,6 +40,10 @@ class Source:
             stored.sort(key=lambda each: (each.piece.box.offsets, each.piece.start))
             _check_whole(f"{folder.name}: {key}", [each.piece for each in stored])
 
+    def keys(self) -> list[str]:
+        """Keys of everything that has a place in the model."""
+        return sorted(self._stored)
+
     def kinds(self, name: str) -> list[str]:
         """What there is of a parameter: `weight`, and the optimizer's moments."""
         return sorted(kind for kind, _, of in (key.partition("/") for key in self._stored) if of == name)

@@ -6,7 +6,7 @@ optimizer (ZeRO-0, and all that is not trained), flat fp32 partitions (ZeRO-1, 2
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared.errors import CheckpointError
+from shared.mesh import Mesh
 from trainer.launch import Ranks
 from trainer.shard import Box, Entry, Piece
 from trainer.source import Source
@@ -27,9 +28,13 @@ class Flat(msgspec.Struct, eq=False):
     tensor: Tensor
     start: int
 
-    def piece(self, box: Box) -> Piece:
-        """Their place."""
-        return Piece(box, self.start, self.tensor.numel())
+
+class Cut(NamedTuple):
+    """A parameter's dimension `dim` is cut in `ways` equal parts over that many neighbouring ranks of an axis."""
+
+    dim: int
+    axis: Literal["data", "tensor"]
+    ways: int
 
 
 class Held(msgspec.Struct, eq=False):
@@ -69,10 +74,13 @@ class Held(msgspec.Struct, eq=False):
 
 
 def held(module: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Held]:
-    """Everything of a module under DeepSpeed that belongs into a checkpoint; a tied parameter once."""
+    """Everything of a module under DeepSpeed that belongs into a checkpoint; a tied parameter once.
+
+    What is not in a layer (`<place>.<name>`) is no part of the model.
+    """
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
+        if id(tensor) in seen or "." not in name:
             continue
         seen.add(id(tensor))
         if hasattr(tensor, "ds_id"):
@@ -88,17 +96,29 @@ def held(module: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Held]:
 def place(name: str, shape: torch.Size, ranks: Ranks, exclusive: bool) -> tuple[Box, int, int]:
     """The box that a rank's tensor of `shape` is, this rank's number among those that save it, and their number.
 
-    `exclusive`: the data-parallel ranks hold different parts of the box.
+    `exclusive`: the data-parallel ranks that hold the same box each keep another part of it.
     """
-    mesh, coords = ranks.mesh, ranks.coords
-    dim = _cut_dim(name) if mesh.tensor > 1 else None
     whole, offsets = [*shape], [0] * len(shape)
-    copy, copies = (0, 1) if exclusive else (coords.data, mesh.data)
-    if dim is None:
-        copy, copies = copy * mesh.tensor + coords.tensor, copies * mesh.tensor
-    else:
-        whole[dim], offsets[dim] = shape[dim] * mesh.tensor, shape[dim] * coords.tensor
+    ways = {"data": 1, "tensor": 1}
+    for cut in cuts(name, ranks.mesh):
+        ways[cut.axis] = cut.ways
+        whole[cut.dim] = shape[cut.dim] * cut.ways
+        offsets[cut.dim] = shape[cut.dim] * (getattr(ranks.coords, cut.axis) % cut.ways)
+    copy, copies = 0, 1
+    for axis in ("tensor",) if exclusive else ("data", "tensor"):
+        copy = copy * (getattr(ranks.mesh, axis) // ways[axis]) + getattr(ranks.coords, axis) // ways[axis]
+        copies *= getattr(ranks.mesh, axis) // ways[axis]
     return Box(tuple(whole), tuple(offsets), tuple(shape)), copy, copies
+
+
+def cuts(name: str, mesh: Mesh) -> list[Cut]:
+    """How a parameter is cut over ranks."""
+    if mesh.tensor == 1:
+        return []
+    from trainer.parallel.tensor import cut_dim
+
+    dim = cut_dim(name)
+    return [] if dim is None else [Cut(dim, "tensor", mesh.tensor)]
 
 
 def entries(parts: Iterable[Held], optimizer: Optimizer) -> dict[str, Entry]:
@@ -171,9 +191,3 @@ def _partitioned(name: str, parameter: Any, optimizer: Any, ranks: Ranks) -> Hel
     group, at, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     stepped = optimizer.fp32_partitioned_groups_flat[group]
     return Held(name, *where, computed, Flat(stepped.data[at : at + count], start), stepped, at)
-
-
-def _cut_dim(name: str) -> int | None:
-    from trainer.parallel.tensor import cut_dim
-
-    return cut_dim(name)
