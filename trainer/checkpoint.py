@@ -7,6 +7,7 @@ Layout of `<run_dir>/checkpoints`::
         state-00000.safetensors  what rank 0 held, each piece with its place in the whole model (`trainer.shard`)
         ...
     step-00000200.tmp/           being written, or left by a killed run: never read
+    step-00000050.old/           being deleted, likewise
     latest                       name of the newest complete one, for people
 
 A save has two halves. `save` copies this rank's share to CPU memory and lets a thread write it; once all ranks have
@@ -155,7 +156,7 @@ class Checkpoints:
 
     def _clear(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.glob("step-*.tmp"):
+        for stale in self.folder.glob("step-*.*"):
             shutil.rmtree(stale)
         partial.mkdir()
 
@@ -200,14 +201,14 @@ class Checkpoints:
         sync_folder(partial)
         final = partial.with_suffix("")
         if final.exists():
-            shutil.rmtree(final)
+            remove(final)
         partial.rename(final)
         sync_folder(self.folder)
         write_synced(self.folder / "latest.tmp", final.name.encode())
         (self.folder / "latest.tmp").replace(self.folder / "latest")
         sync_folder(self.folder)
         for old in sorted(complete(self.folder))[: -self._keep]:
-            shutil.rmtree(old)
+            remove(old)
 
 
 def random_state(ranks: Ranks) -> dict[str, Entry]:
@@ -223,6 +224,13 @@ def load_random_state(ranks: Ranks, source: Source) -> None:
     torch.set_rng_state(source.plain(f"random/cpu/{ranks.rank}"))
     if ranks.device.type == "cuda":
         torch.cuda.set_rng_state(source.plain(f"random/cuda/{ranks.rank}"), ranks.device)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; a kill meanwhile leaves no part of it under its name."""
+    doomed = folder.with_suffix(".old")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def write_synced(path: Path, data: bytes) -> None:

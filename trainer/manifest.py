@@ -145,7 +145,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def complete(folder: Path) -> Iterator[Path]:
     """Folders that were committed, in no order."""
-    return (path for path in folder.glob("step-*") if path.is_dir() and path.suffix != ".tmp")
+    return (path for path in folder.glob("step-*") if path.is_dir() and not path.suffix)
 
 
 def payload(folder: Path) -> Iterator[Path]:
