@@ -57,6 +57,7 @@ def test_the_loss_falls_and_verify_finds_every_sample_once(site: Path, unbroken:
 
 def test_a_killed_trainer_resumes_as_if_nothing_had_been(site: Path, unbroken: Trainer) -> None:
     first = Trainer(site, site.parent / "killed", *FLAGS)
+    first.wait_checkpoint(SAVE_EVERY)
     first.wait_step(SAVE_EVERY + 3)
     first.kill()
     second = Trainer(site, first.run_dir, *FLAGS, "--resume").finish()
@@ -68,6 +69,7 @@ def test_a_killed_trainer_resumes_in_another_layout_with_no_sample_lost_or_repea
     site: Path, unbroken: Trainer
 ) -> None:
     first = Trainer(site, site.parent / "moved", *FLAGS, "--set=mesh.data=2", world=2)
+    first.wait_checkpoint(SAVE_EVERY)
     first.wait_step(SAVE_EVERY + 3)
     first.kill()
     second = Trainer(site, first.run_dir, *FLAGS, "--set=mesh.pipe=2", "--resume", world=2).finish()
