@@ -45,12 +45,17 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     return check(_place(config, path.resolve().parent))
 
 
-def digest(data: DataSection) -> str:
-    """Sixteen hex digits that two equal data sections share, wherever the files lie."""
+def portable(data: DataSection) -> DataSection:
+    """The section without the folders that its files lie in."""
     replace = msgspec.structs.replace
     datasets = tuple(replace(d, shards=tuple(s.rsplit("/", 1)[-1] for s in d.shards)) for d in data.datasets)
     text = replace(data.text, tokenizer=data.text.tokenizer.rsplit("/", 1)[-1])
-    return hashlib.sha256(msgspec.json.encode(replace(data, datasets=datasets, text=text))).hexdigest()[:16]
+    return replace(data, datasets=datasets, text=text)
+
+
+def digest(data: DataSection) -> str:
+    """Sixteen hex digits that two equal data sections share, wherever the files lie."""
+    return hashlib.sha256(msgspec.json.encode(portable(data))).hexdigest()[:16]
 
 
 def endpoint(config: RunConfig) -> str:
@@ -309,6 +314,14 @@ def _check_lanes(config: RunConfig) -> None:
     _require(ok, "data.batch.tokens", config.data.batch.tokens, rule, "lower it")
 
 
+def _check_training(config: RunConfig) -> None:
+    optim, bound_s = config.train.optim, config.train.checkpoint.write_s
+    _require(0 <= optim.momentum < 1, "train.optim.momentum", optim.momentum, "must be from 0 to below 1", "set 0.9")
+    ok = optim.momentum == 0 or optim.name == "sgd"
+    _require(ok, "train.optim.momentum", optim.momentum, "is for sgd alone: adamw has betas", "set 0")
+    _require(bound_s > 0, "train.checkpoint.write_s", bound_s, "must be above 0", "set 240")
+
+
 def _check_model(config: RunConfig) -> None:
     model = config.model
     for name in ("vision", "audio", "decoder"):
@@ -336,5 +349,6 @@ RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_waits,
     _check_jobs,
     _check_lanes,
+    _check_training,
     _check_model,
 )

@@ -253,15 +253,31 @@ class ModelSection(Section, frozen=True):
 
 
 class OptimSection(Section, frozen=True):
-    """Optimizer and schedule: linear warm-up, then cosine to `min_lr_share` of `lr` at `steps`."""
+    """Optimizer and schedule: linear warm-up, then cosine to `min_lr_share` of `lr` at `steps`.
+
+    `betas` are AdamW's, `momentum` is SGD's.
+    """
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.0
     weight_decay: float = 0.1
     warmup_steps: int = 10
     min_lr_share: float = 0.1
     clip: float = 1.0
+
+
+class CheckpointSection(Section, frozen=True):
+    """How checkpoints are written.
+
+    `asynchronous`: training goes on meanwhile; each rank keeps a copy of its share in CPU memory for that (page-locked
+    with CUDA; AdamW: 12 bytes for each parameter of its stage and slice, divided by the data ranks). `write_s` bounds
+    the writing of one.
+    """
+
+    asynchronous: bool = True
+    write_s: float = 240.0
 
 
 class TrainSection(Section, frozen=True):
@@ -290,6 +306,7 @@ class TrainSection(Section, frozen=True):
     peak_tflops: float = 0.0
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     optim: OptimSection = OptimSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
 
 class RunConfig(Section, frozen=True):

@@ -19,7 +19,7 @@ from trainer.engine import build_engine
 from trainer.flops import peak_tflops
 from trainer.launch import Ranks
 from trainer.log import StepLine
-from trainer.train import Parts, Start, Stop, build_feed, connect, one_step
+from trainer.train import Parts, Start, Stop, build_checkpoints, build_feed, connect, one_step
 
 
 class Numbers(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ def bench(config: RunConfig, ranks: Ranks, warmup: int, steps: int, out: Path | 
         client = stack.enter_context(connect(config, ranks, Start())) if ranks.is_reader else None
         feed = build_feed(config, ranks, client) if client else None
         display = stack.enter_context(Display(0, warmup + steps, max(1, steps // 5))) if ranks.is_main else None
-        parts = Parts(engine, None, client, feed, None, None, display)
+        parts = Parts(engine, build_checkpoints(config, ranks), client, feed, None, None, display)
         for step in range(warmup + steps):
             line, taken, _ = one_step(config, ranks, parts, step, Stop())
             if display:

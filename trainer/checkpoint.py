@@ -2,28 +2,34 @@
 
 Layout of `<run_dir>/checkpoints`::
 
-    step-00000100/            complete: renamed to this name only after every file was hashed and synced
-        manifest.json         step, cursor, signature, and size and xxh3 of every other file
-        rng-00000.bin         random state of a rank
-        ...                   DeepSpeed's files
-    step-00000200.tmp/        being written, or left by a killed run: never read
-    latest                    name of the newest complete one, for people
+    step-00000100/               complete: renamed to this name only after every file was hashed and synced
+        manifest.json            step, cursor, signature, and size and xxh3 of every other file
+        state-00000.safetensors  what rank 0 held, each piece with its place in the whole model (`trainer.shard`)
+        ...
+    step-00000200.tmp/           being written, or left by a killed run: never read
+    step-00000050.old/           being deleted, likewise
+    latest                       name of the newest complete one, for people
 
-All ranks must see this folder on one shared file system. Methods of `Checkpoints` are collective.
+A save has two halves. `save` copies this rank's share to CPU memory and lets a thread write it; once all ranks have
+said, at a step's end, that theirs is on the disk, the main rank commits. So training never waits for a disk, no thread
+communicates, and a checkpoint that a rank could not write is never committed by another. All ranks must see the folder
+on one shared file system. Methods of `Checkpoints` are collective.
 """
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import numpy as np
 import torch
 
 from shared.batch import Cursor
 from shared.errors import CheckpointError
+from shared.sections import CheckpointSection
 from shared.telemetry import logger
+from trainer import metrics
 from trainer.launch import Ranks
 from trainer.manifest import (
     MANIFEST,
@@ -32,12 +38,15 @@ from trainer.manifest import (
     Signature,
     check_signature,
     complete,
-    hash_file,
-    payload,
     read_manifest,
     step_name,
     verify,
 )
+from trainer.saving import Writer, unwritable
+from trainer.shard import Entry, Room, image_of
+from trainer.source import Source
+
+NONE, UNUSABLE = -1, -2
 
 _log = logger("checkpoint")
 
@@ -45,113 +54,183 @@ _log = logger("checkpoint")
 class Stateful(Protocol):
     """What is checkpointed: the engine."""
 
-    def save(self, folder: Path, tag: str) -> None:
-        """Write this rank's share into `folder / tag`."""
+    def entries(self) -> dict[str, Entry]:
+        """This rank's share, as views of the live tensors."""
 
-    def load(self, folder: Path, tag: str) -> None:
-        """Read it back."""
+    def fill(self, source: Source) -> None:
+        """Take it back."""
 
 
-class RandomState(msgspec.Struct, frozen=True):
-    """torch's generators of one rank; `cuda` is empty without a GPU."""
+class Pending(msgspec.Struct):
+    """A checkpoint that is being written."""
 
-    cpu: bytes
-    cuda: bytes
+    step: int
+    cursor: Cursor
+    partial: Path
+    writer: Writer
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run; at most one of them is being written."""
 
-    def __init__(self, folder: Path, ranks: Ranks, signature: Signature, keep: int) -> None:
-        self.folder, self._ranks, self._signature, self._keep = folder, ranks, signature, max(1, keep)
+    def __init__(
+        self, folder: Path, ranks: Ranks, layout: str, signature: Signature, keep: int, how: CheckpointSection
+    ) -> None:
+        self.folder, self._ranks, self._layout, self._signature = folder, ranks, layout, signature
+        self._keep, self._how = max(1, keep), how
+        self._room = Room(ranks.device)
+        self._pending: Pending | None = None
 
-    def save(self, engine: Stateful, step: int, cursor: Cursor) -> Path:
-        """Commit the state after `step` steps; a kill at any moment leaves the older ones whole."""
-        name = step_name(step)
-        partial = self.folder / f"{name}.tmp"
-        if self._ranks.is_main:
-            self._clear(partial)
-        self._ranks.barrier()
-        engine.save(self.folder, partial.name)
-        self._save_random(partial)
-        self._ranks.barrier()
-        files = self._hash_together(partial)
-        if self._ranks.is_main:
-            self._commit(partial, Manifest(step, cursor, self._signature, files))
-        self._ranks.barrier()
-        return self.folder / name
-
-    def load_newest(self, engine: Stateful) -> Manifest | None:
-        """Load the newest complete checkpoint; None if there is none.
+    def save(self, engine: Stateful, step: int, cursor: Cursor) -> None:
+        """Begin to save the state after `step` steps; it counts once `poll` or `finish` has committed it.
 
         Raises:
-            CheckpointError: it belongs to another layout, model, data or optimizer.
+            CheckpointError: this one, or the one before, cannot be written.
+        """
+        if self._pending and self._ranks.is_main:
+            _log.warning("step %d waits: checkpoint %d is still being written", step, self._pending.step)
+        self.finish()
+        partial = self.folder / f"{step_name(step)}.tmp"
+        self._on_main(partial, lambda: self._clear(partial))
+        image = image_of({**engine.entries(), **random_state(self._ranks)})
+        path = partial / shard_name(self._ranks.rank)
+        if self._how.asynchronous:
+            self._pending = Pending(step, cursor, partial, Writer(path, self._room.copy(image)))
+            self._pending.writer.start()
+        else:
+            self._pending = Pending(step, cursor, partial, Writer(path, image))
+            self._pending.writer.run()
+            self.finish()
+
+    def poll(self) -> None:
+        """Commit what is being written, if every rank has written it; call it after each step.
+
+        Raises:
+            CheckpointError: some rank cannot write its share.
+        """
+        if self._pending:
+            self._agree(self._pending)
+
+    def finish(self) -> None:
+        """Wait for what is being written, and commit it.
+
+        Raises:
+            CheckpointError: some rank cannot write its share, or not within `write_s`.
+        """
+        if self._pending:
+            self._pending.writer.wait(self._how.write_s)
+            self._agree(self._pending)
+
+    def load_newest(self, engine: Stateful) -> Manifest | None:
+        """Load the newest complete checkpoint; None if there is none at all.
+
+        Raises:
+            CheckpointError: it belongs to another model, data or optimizer, or all that there are are damaged.
         """
         newest = self._ranks.from_main(self._newest() if self._ranks.is_main else 0)
-        if newest < 0:
+        if newest == UNUSABLE:
+            raise CheckpointError(f"no checkpoint in {self.folder} can be used; the log of rank 0 says why of each")
+        if newest == NONE:
             return None
         folder = self.folder / step_name(newest)
         manifest = read_manifest(folder)
         check_signature(folder.name, manifest.signature, self._signature)
-        engine.load(self.folder, folder.name)
-        self._load_random(folder)
+        source = Source(folder)
+        engine.fill(source)
+        if manifest.layout == self._layout:
+            load_random_state(self._ranks, source)
+        elif self._ranks.is_main:
+            _log.info("%s was saved with %s, goes on with %s", folder.name, manifest.layout, self._layout)
         return manifest
 
     def _newest(self) -> int:
         for partial in self.folder.glob("step-*.tmp"):
             _log.warning("checkpoint %s passed over: it was never finished", partial.name)
-        for folder in sorted(complete(self.folder), reverse=True):
+        found = sorted(complete(self.folder), reverse=True)
+        for folder in found:
             try:
                 return verify(folder).step
             except CheckpointError as error:
                 _log.warning("checkpoint %s passed over: %s", folder.name, error)
-        return -1
+        return UNUSABLE if found else NONE
 
     def _clear(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.glob("step-*.tmp"):
+        for stale in self.folder.glob("step-*.*"):
             shutil.rmtree(stale)
         partial.mkdir()
 
-    def _save_random(self, folder: Path) -> None:
-        device = self._ranks.device
-        cuda = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
-        state = RandomState(torch.get_rng_state().numpy().tobytes(), cuda)
-        (folder / random_name(self._ranks.rank)).write_bytes(msgspec.msgpack.encode(state))
+    def _agree(self, pending: Pending) -> None:
+        """Let all ranks tell how far they are: commit, fail, or go on, all of them alike."""
+        writer = pending.writer
+        failure = writer.failure
+        written, failed = self._ranks.sum([int(writer.done), int(failure is not None)])
+        if failed:
+            self._pending = None
+            raise failure or CheckpointError(f"{failed} other rank(s) could not write {pending.partial}; they say why")
+        if written == self._ranks.mesh.world:
+            self._pending = None
+            files = self._gather(writer)
+            signature = msgspec.to_builtins(self._signature)
+            manifest = Manifest(pending.step, pending.cursor, self._layout, signature, files)
+            self._on_main(pending.partial, lambda: self._commit(pending.partial, manifest))
+            metrics.CHECKPOINT_WRITE_SECONDS.observe(writer.seconds)
 
-    def _load_random(self, folder: Path) -> None:
-        data = (folder / random_name(self._ranks.rank)).read_bytes()
-        state = msgspec.msgpack.decode(data, type=RandomState)
-        torch.set_rng_state(_byte_tensor(state.cpu))
-        if state.cuda:
-            torch.cuda.set_rng_state(_byte_tensor(state.cuda), self._ranks.device)
+    def _gather(self, writer: Writer) -> dict[str, FileEntry]:
+        """What every rank has written, on every rank."""
+        assert writer.entry is not None
+        world, rank = self._ranks.mesh.world, self._ranks.rank
+        mine = [0] * (2 * world)
+        mine[2 * rank : 2 * rank + 2] = writer.entry.size_bytes, _signed(int(writer.entry.xxh3, 16))
+        found = self._ranks.sum(mine)
+        return {shard_name(r): FileEntry(found[2 * r], f"{found[2 * r + 1] % 2**64:016x}") for r in range(world)}
 
-    def _hash_together(self, folder: Path) -> dict[str, FileEntry]:
-        """Each rank hashes and syncs its share of all files; the sum over ranks has every hash."""
-        paths = list(payload(folder))
-        hashes = [0] * len(paths)
-        for i in range(self._ranks.rank, len(paths), self._ranks.mesh.world):
-            hashes[i] = _signed(hash_file(paths[i], sync=True))
-        sizes = [path.stat().st_size for path in paths]
-        found = self._ranks.sum(hashes)  # from here on the main rank may rename the folder
-        return {
-            str(path.relative_to(folder)): FileEntry(size, f"{total % 2**64:016x}")
-            for path, size, total in zip(paths, sizes, found, strict=True)
-        }
+    def _on_main(self, path: Path, act: Callable[[], None]) -> None:
+        """Let the main rank act on the folder; where it cannot, all ranks fail."""
+        failure: CheckpointError | None = None
+        try:
+            if self._ranks.is_main:
+                act()
+        except OSError as error:
+            failure = unwritable(path, error)
+        if self._ranks.any(failure is not None):
+            raise failure or CheckpointError(f"rank 0 could not write {path}; it says why")
 
     def _commit(self, partial: Path, manifest: Manifest) -> None:
         write_synced(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         sync_folder(partial)
         final = partial.with_suffix("")
         if final.exists():
-            shutil.rmtree(final)
+            remove(final)
         partial.rename(final)
         sync_folder(self.folder)
         write_synced(self.folder / "latest.tmp", final.name.encode())
         (self.folder / "latest.tmp").replace(self.folder / "latest")
         sync_folder(self.folder)
         for old in sorted(complete(self.folder))[: -self._keep]:
-            shutil.rmtree(old)
+            remove(old)
+
+
+def random_state(ranks: Ranks) -> dict[str, Entry]:
+    """torch's generators, which are all that this trainer may draw from; nothing does after the weights are made."""
+    state = {"cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return {f"random/{kind}/{ranks.rank}": Entry(tensor, None) for kind, tensor in state.items()}
+
+
+def load_random_state(ranks: Ranks, source: Source) -> None:
+    """Continue this rank's generators where they were."""
+    torch.set_rng_state(source.plain(f"random/cpu/{ranks.rank}"))
+    if ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(source.plain(f"random/cuda/{ranks.rank}"), ranks.device)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; a kill meanwhile leaves no part of it under its name."""
+    doomed = folder.with_suffix(".old")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -171,14 +250,10 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def random_name(rank: int) -> str:
-    """File name of a rank's random state."""
-    return f"rng-{rank:05d}.bin"
+def shard_name(rank: int) -> str:
+    """File name of a rank's share."""
+    return f"state-{rank:05d}.safetensors"
 
 
 def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
-
-
-def _byte_tensor(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())

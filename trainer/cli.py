@@ -128,9 +128,11 @@ def export_run(
 ) -> None:
     """Write a checkpoint's fp32 weights as transformers folders (config.json and safetensors), one a part.
 
+    Any layout's checkpoint will do.
+
     Example: millstream-trainer export --config run.yaml --checkpoint runs/demo/checkpoints/step-00000100 --out demo-hf
     """
-    from trainer.consolidate import read_checkpoint
+    from trainer.source import read_checkpoint
     from trainer.weights import export_weights
 
     run = load(config, overrides or ())
@@ -142,17 +144,19 @@ def export_run(
 def verify_checkpoint(
     folder: Annotated[Path, typer.Argument(help="A checkpoint, for example runs/demo/checkpoints/step-00000100.")],
 ) -> None:
-    """Recompute every hash of a checkpoint.
+    """Recompute every hash of a checkpoint, and hold that its pieces make up whole tensors.
 
     Example: millstream-trainer verify-checkpoint runs/demo/checkpoints/step-00000100
     """
     from trainer.manifest import verify
+    from trainer.source import Source
 
     manifest = verify(folder)
+    Source(folder)
     size_bytes = sum(entry.size_bytes for entry in manifest.files.values())
     words = f"{folder.name}: step {manifest.step}, {len(manifest.files)} files, {size_bytes:,} bytes, all as saved"
     Console().print(words, highlight=False)
-    Console().print(f"saved with {manifest.signature.layout}; next batch {manifest.cursor}", highlight=False)
+    Console().print(f"saved with {manifest.layout}; next batch {manifest.cursor}", highlight=False)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -20,9 +19,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from shared.errors import CheckpointError, ConfigError
+from shared.errors import ConfigError
 from shared.sections import RunConfig
 from shared.telemetry import logger
+from trainer import state
 from trainer.compiling import compile_blocks, compiles
 from trainer.feed import MicroBatch
 from trainer.launch import Ranks
@@ -31,6 +31,8 @@ from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
 from trainer.optim import build_optimizer, clip_gradients, set_lr
 from trainer.pipeline import cuts
+from trainer.shard import Entry
+from trainer.source import Source
 from trainer.weights import load_initial
 
 if TYPE_CHECKING:
@@ -66,19 +68,25 @@ class Engine:
         """This rank's parameters (its stage, its slices), named as in the whole model."""
         return iter(self._engine.module.named_parameters())
 
-    def save(self, folder: Path, tag: str) -> None:
-        """Write this rank's share of weights and optimizer state into `folder / tag`."""
-        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    def entries(self) -> dict[str, Entry]:
+        """This rank's share of weights and optimizer state, as views of the live tensors."""
+        return state.entries(self._held(), self._stepper)
 
-    def load(self, folder: Path, tag: str) -> None:
-        """Read what `save` wrote, in the same layout.
+    def fill(self, source: Source) -> None:
+        """Take weights and optimizer state out of a checkpoint of any layout.
 
         Raises:
-            CheckpointError: DeepSpeed finds nothing to load there.
+            CheckpointError: it lacks something that this rank holds.
         """
-        found, _ = self._engine.load_checkpoint(str(folder), tag=tag)
-        if found is None:
-            raise CheckpointError(f"DeepSpeed cannot load checkpoint {folder / tag}")
+        state.fill(self._held(), self._stepper, source)
+
+    def _held(self) -> Iterator[state.Held]:
+        return state.held(self._engine.module, self._engine.optimizer, self._ranks)
+
+    @property
+    def _stepper(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        return optimizer
 
     def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> float:
         total = torch.zeros((), device=self._ranks.device)

@@ -2,7 +2,8 @@
 
 `join` comes before anything imports DeepSpeed, which reads its environment at import. Nothing here pickles: what
 ranks exchange are integers in tensors. Every collective is bounded by the process group's timeout, which exceeds
-`train.wait_s`, so a rank that gives up on its loader is named before the others give up on it.
+`train.wait_s` and `train.checkpoint.write_s`, so a rank that gives up on its loader or its disk is named before the
+others give up on it.
 """
 
 import logging
@@ -94,7 +95,8 @@ def join(config: RunConfig) -> Ranks:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.WARNING)
     device = _device(kind, int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=2 * config.train.wait_s + 60))
+    longest_s = max(2 * config.train.wait_s, config.train.checkpoint.write_s)
+    dist.init_process_group(backend, timeout=timedelta(seconds=longest_s + 60))
     torch.manual_seed(config.train.seed)
     return Ranks(mesh, dist.get_rank(), device)
 

@@ -61,8 +61,15 @@ class Lines:
 def consumed_lines(run_dir: Path, data_rank: int, cursor: Cursor) -> Lines:
     """The consumed log of a data-parallel rank, without what lies at or beyond `cursor`."""
     path = run_dir / f"consumed-{data_rank}.jsonl"
-    cut_after(path, lambda line: msgspec.convert(line, Consumed).cursor < cursor)
+    _cut_consumed(path, cursor)
     return Lines(path)
+
+
+def cut_unopened(run_dir: Path, data_ranks: int, cursor: Cursor) -> None:
+    """Cut the consumed logs of data-parallel ranks that a run with fewer of them no longer has."""
+    for path in run_dir.glob("consumed-*.jsonl"):
+        if int(path.stem.partition("-")[2]) >= data_ranks:
+            _cut_consumed(path, cursor)
 
 
 def step_lines(run_dir: Path, steps: int) -> Lines:
@@ -70,6 +77,10 @@ def step_lines(run_dir: Path, steps: int) -> Lines:
     path = run_dir / METRICS
     cut_after(path, lambda line: msgspec.convert(line, StepLine).step < steps)
     return Lines(path)
+
+
+def _cut_consumed(path: Path, cursor: Cursor) -> None:
+    cut_after(path, lambda line: msgspec.convert(line, Consumed).cursor < cursor)
 
 
 def cut_after(path: Path, keep: Callable[[Any], bool]) -> None:

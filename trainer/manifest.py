@@ -1,29 +1,46 @@
-"""What a checkpoint folder must hold: the manifest, its signature, and how both are checked. No DeepSpeed here."""
+"""What a checkpoint folder must hold: the manifest, its signature, and how both are checked. No torch here.
 
-import hashlib
-import os
-from collections.abc import Iterator
+A signature keeps sections of the run file, not digests: a key that this version added has its default in an older
+checkpoint, and a real difference is told by key and values.
+"""
+
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
 
 from shared.batch import Cursor
-from shared.config import digest
+from shared.config import portable
 from shared.errors import CheckpointError
-from shared.sections import RunConfig
+from shared.sections import DataSection, ModelSection, OptimSection, RunConfig, Section
 
 CHUNK_BYTES = 1 << 22
 MANIFEST = "manifest.json"
+FORMAT = 2
 
 
-class Signature(msgspec.Struct, frozen=True):
-    """What must be the same when a checkpoint is loaded: digests, and the layout in words."""
+class Optimizer(Section, frozen=True):
+    """What decides which tensors an optimizer keeps."""
 
-    layout: str
-    data: str
-    model: str
-    training: str
+    name: str = OptimSection().name
+    momentum: float = OptimSection().momentum
+
+
+class Training(Section, frozen=True):
+    """Keys of the train section that must stay."""
+
+    precision: str
+    optim: Optimizer
+
+
+class Signature(Section, frozen=True):
+    """What must be the same when a checkpoint is loaded. `layout` may differ."""
+
+    data: DataSection
+    model: ModelSection
+    train: Training
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -33,42 +50,61 @@ class FileEntry(msgspec.Struct, frozen=True):
     xxh3: str
 
 
+class Versioned(msgspec.Struct, frozen=True):
+    """What every manifest has, of whatever version; the first had no number."""
+
+    format: int = 1
+
+
 class Manifest(msgspec.Struct, frozen=True):
-    """What a complete checkpoint holds. `step` steps are done; `cursor` is the first batch not yet consumed."""
+    """What a complete checkpoint holds. `step` steps are done; `cursor` is the first batch not yet consumed.
+
+    `layout` says in words what saved it; `signature` is a `Signature` of the version that did.
+    """
 
     step: int
     cursor: Cursor
-    signature: Signature
+    layout: str
+    signature: dict[str, Any]
     files: dict[str, FileEntry]
+    format: int = FORMAT
 
 
 REMEDIES = {
-    "layout": "resume with the mesh and train.zero_stage it was saved with, or start anew in another train.run_dir",
     "data": "its cursor is a place in other data: restore the data section, or start anew in another train.run_dir",
     "model": "restore the model section, or start anew in another train.run_dir",
-    "training": "restore train.precision and train.optim.name, or start anew in another train.run_dir",
+    "train": "restore these keys, or start anew in another train.run_dir",
 }
+
+
+def layout_of(config: RunConfig) -> str:
+    """The layout of a run file, in words."""
+    mesh, train = config.mesh, config.train
+    return f"pipe {mesh.pipe}, data {mesh.data}, tensor {mesh.tensor}, ZeRO {train.zero_stage}"
 
 
 def signature_of(config: RunConfig) -> Signature:
     """The signature of a run file's checkpoints. Steps may be skipped or not: a cursor stays the same place."""
-    mesh, train = config.mesh, config.train
-    layout = f"pipe {mesh.pipe}, data {mesh.data}, tensor {mesh.tensor}, ZeRO {train.zero_stage}"
-    model = hashlib.sha256(msgspec.json.encode(config.model)).hexdigest()[:16]
-    data = digest(msgspec.structs.replace(config.data, skip_steps=()))
-    return Signature(layout, data, model, f"{train.precision} {train.optim.name}")
+    optim = config.train.optim
+    training = Training(config.train.precision, Optimizer(optim.name, optim.momentum))
+    data = msgspec.structs.replace(config.data, skip_steps=())
+    return Signature(portable(data), config.model, training)
 
 
-def check_signature(name: str, saved: Signature, asked: Signature) -> None:
-    """Hold that a checkpoint fits the run.
+def check_signature(
+    name: str, saved: dict[str, Any], asked: Signature, parts: Sequence[str] = ("data", "model", "train")
+) -> None:
+    """Hold that these parts of a checkpoint fit the run.
 
     Raises:
-        CheckpointError: some part differs; the text gives both values and the remedy.
+        CheckpointError: some part differs; the text gives every key that does, both values and the remedy.
     """
-    for part, remedy in REMEDIES.items():
-        was, now = getattr(saved, part), getattr(asked, part)
-        if was != now:
-            raise CheckpointError(f"checkpoint {name} was saved with {part} ({was}), asked is ({now}); {remedy}")
+    for part in parts:
+        was = _keys(part, _with_defaults(name, part, saved, asked))
+        now = _keys(part, msgspec.to_builtins(getattr(asked, part)))
+        differ = [f"{key} ({was.get(key)}), asked is ({now.get(key)})" for key in now if was.get(key) != now[key]]
+        if differ:
+            raise CheckpointError(f"checkpoint {name} was saved with {'; '.join(differ)}; {REMEDIES[part]}")
 
 
 def verify(folder: Path) -> Manifest:
@@ -85,7 +121,7 @@ def verify(folder: Path) -> Manifest:
         path = folder / name
         if path.stat().st_size != entry.size_bytes:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {entry.size_bytes} were saved")
-        if f"{hash_file(path):016x}" != entry.xxh3:
+        if hash_file(path) != entry.xxh3:
             raise CheckpointError(f"{path} is damaged: its xxh3 is not {entry.xxh3}")
     return manifest
 
@@ -94,10 +130,14 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none that can be read.
+        CheckpointError: there is none that can be read, or another version's.
     """
     try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        data = (folder / MANIFEST).read_bytes()
+        if (found := msgspec.json.decode(data, type=Versioned).format) != FORMAT:
+            rule = f"is of format {found}, this version reads {FORMAT}: load it with the version that saved it"
+            raise CheckpointError(f"{folder / MANIFEST} {rule}")
+        return msgspec.json.decode(data, type=Manifest)
     except OSError as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read ({error.strerror})") from None
     except msgspec.DecodeError as error:
@@ -106,25 +146,39 @@ def read_manifest(folder: Path) -> Manifest:
 
 def complete(folder: Path) -> Iterator[Path]:
     """Folders that were committed, in no order."""
-    return (path for path in folder.glob("step-*") if path.is_dir() and path.suffix != ".tmp")
+    return (path for path in folder.glob("step-*") if path.is_dir() and not path.suffix)
 
 
 def payload(folder: Path) -> Iterator[Path]:
-    """Every file of a checkpoint but its manifest, in one order on all ranks."""
+    """Every file of a checkpoint but its manifest."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
 
 
-def hash_file(path: Path, sync: bool = False) -> int:
-    """xxh3-64 of a file's bytes, read in pieces; with `sync` they are on the disk when this returns."""
+def hash_file(path: Path) -> str:
+    """xxh3-64 of a file's bytes, read in pieces, in hex."""
     summed = xxhash.xxh3_64()
-    with path.open("rb+" if sync else "rb") as file:
+    with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             summed.update(chunk)
-        if sync:
-            os.fsync(file.fileno())
-    return summed.intdigest()
+    return summed.hexdigest()
 
 
 def step_name(step: int) -> str:
     """Folder name of the checkpoint after `step` steps; names sort as steps do."""
     return f"step-{step:08d}"
+
+
+def _with_defaults(name: str, part: str, saved: dict[str, Any], asked: Signature) -> Any:
+    """A part as saved, with what this version has added to it."""
+    try:
+        return msgspec.to_builtins(msgspec.convert(saved.get(part), type(getattr(asked, part))))
+    except msgspec.ValidationError as error:
+        text = f"checkpoint {name} was saved with a {part} section that this version does not know ({error})"
+        raise CheckpointError(f"{text}; load it with the version that saved it") from None
+
+
+def _keys(path: str, tree: Any) -> dict[str, Any]:
+    """Dotted key -> value of every leaf of a tree of sections."""
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {key: value for name, branch in tree.items() for key, value in _keys(f"{path}.{name}", branch).items()}

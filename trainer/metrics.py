@@ -17,7 +17,16 @@ STEP_SECONDS = Histogram(
     "trainer_step_seconds", "Seconds from one optimizer step to the next", buckets=SECONDS, registry=REGISTRY
 )
 CHECKPOINT_SECONDS = Histogram(
-    "trainer_checkpoint_seconds", "Seconds to commit a checkpoint", buckets=SECONDS, registry=REGISTRY
+    "trainer_checkpoint_seconds",
+    "Seconds that training stood still for a checkpoint",
+    buckets=SECONDS,
+    registry=REGISTRY,
+)
+CHECKPOINT_WRITE_SECONDS = Histogram(
+    "trainer_checkpoint_write_seconds",
+    "Seconds to write and sync this rank's share of a checkpoint",
+    buckets=SECONDS,
+    registry=REGISTRY,
 )
 TOKENS = Counter("trainer_tokens", "Tokens trained on, without padding", registry=REGISTRY)
 SAMPLES = Counter("trainer_samples", "Samples trained on", registry=REGISTRY)

@@ -34,10 +34,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, optim: OptimSection) -> torch.optim.Optimizer:
-    """AdamW or SGD with momentum 0 over `parameter_groups`."""
+    """AdamW or SGD over `parameter_groups`."""
     groups = parameter_groups(model, optim.weight_decay)
     if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     fused = next(model.parameters()).is_cuda
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=fused)
 

@@ -27,8 +27,8 @@ from trainer.engine import Engine, StepResult, build_engine
 from trainer.feed import Feed, Taken, check_same
 from trainer.flops import FlopCounter, mfu, peak_tflops
 from trainer.launch import Ranks
-from trainer.log import Lines, StepLine, consumed_lines, step_lines
-from trainer.manifest import complete, signature_of
+from trainer.log import Lines, StepLine, consumed_lines, cut_unopened, step_lines
+from trainer.manifest import complete, layout_of, signature_of
 from trainer.optim import lr_at
 from trainer.preprocess import Preprocessor
 from trainer.trackers import Tracker, open_tracker
@@ -45,10 +45,10 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Parts(msgspec.Struct):
-    """What the loop works with. Only some ranks have a client, logs and a display; a benchmark has no checkpoints."""
+    """What the loop works with. Only some ranks have a client, logs and a display."""
 
     engine: Engine
-    checkpoints: Checkpoints | None
+    checkpoints: Checkpoints
     client: LoaderClient | None
     feed: Feed | None
     steps: Lines | None
@@ -109,7 +109,8 @@ def check_run_dir(config: RunConfig, ranks: Ranks, resume: bool) -> None:
 
 def build_checkpoints(config: RunConfig, ranks: Ranks) -> Checkpoints:
     """The run's checkpoints."""
-    return Checkpoints(run_dir(config) / "checkpoints", ranks, signature_of(config), config.train.keep)
+    folder, train = run_dir(config) / "checkpoints", config.train
+    return Checkpoints(folder, ranks, layout_of(config), signature_of(config), train.keep, train.checkpoint)
 
 
 def load_start(checkpoints: Checkpoints, engine: Engine, ranks: Ranks, resume: bool) -> Start:
@@ -130,6 +131,8 @@ def build_parts(
         client = stack.enter_context(connect(config, ranks, start))
         feed = build_feed(config, ranks, client)
     folder, main = run_dir(config), ranks.is_main
+    if main:
+        cut_unopened(folder, ranks.mesh.data, start.cursor)
     first = ranks.is_reader and ranks.reader == 0
     consumed = stack.enter_context(consumed_lines(folder, ranks.coords.data, start.cursor)) if first else None
     steps = stack.enter_context(step_lines(folder, start.step)) if main else None
@@ -182,11 +185,13 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
         record(parts, line, taken)
         if ranks.is_main:
             lines.append(line)
+        parts.checkpoints.poll()
         if stopping or step == steps[-1] or saves_at(step + 1, config.train.save_every):
             save(parts, step + 1, cursor)
             saved = step + 1
         if stopping:
             break
+    parts.checkpoints.finish()
     if ranks.is_main:
         _log.info("stopped after step %d of %d; checkpoint %d holds it", saved, config.train.steps, saved)
     return lines
@@ -275,8 +280,7 @@ def save(parts: Parts, step: int, cursor: Cursor) -> None:
         for lines in (parts.steps, parts.consumed):
             if lines:
                 lines.sync()
-        if parts.checkpoints:
-            parts.checkpoints.save(parts.engine, step, cursor)
+        parts.checkpoints.save(parts.engine, step, cursor)
 
 
 @contextmanager

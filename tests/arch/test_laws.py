@@ -67,6 +67,12 @@ def test_nothing_pickles() -> None:
     assert texts == []
 
 
+def test_the_trainer_draws_from_torch_alone() -> None:
+    """Checkpoints keep torch's generators and no others."""
+    drawing = [str(p) for p in sources("trainer") if "random" in imports(p) or "np.random" in p.read_text()]
+    assert drawing == []
+
+
 def test_files_stay_readable() -> None:
     ours = [p for folder in (*PACKAGES, "deploy", "examples", "tests") for p in sources(folder)]
     assert {str(p): n for p in ours if (n := len(p.read_text().splitlines())) > 400} == {}

@@ -78,14 +78,6 @@ def test_resume_continues_bit_for_bit(tmp_path: Path, pipe: int, data: int, prec
     assert differences(resumed, unbroken).weights == 0
 
 
-def test_another_tensor_degree_is_refused_with_both(tmp_path: Path) -> None:
-    cases, saved = {"case": list[str]()}, {"checkpoints": str(tmp_path / "checkpoints")}
-    run_layout(tmp_path / "a", (1, 1, 2), cases, steps=1, **saved, save_every=1)
-    with pytest.raises(RanksFailed, match="CheckpointError") as failure:
-        run_layout(tmp_path / "b", (1, 1, 1), cases, **saved, resume=True)
-    assert "(pipe 1, data 1, tensor 2, ZeRO 1), asked is (pipe 1, data 1, tensor 1, ZeRO 1)" in str(failure.value)
-
-
 def test_init_from_gives_every_rank_its_slice(tmp_path: Path) -> None:
     cases = {"case": ["train.init_from=start.safetensors"]}
     whole = run_layout(tmp_path / "whole", (1, 1, 1), cases, start_seed=99)["case"]

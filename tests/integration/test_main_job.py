@@ -47,11 +47,29 @@ def test_the_loss_falls_and_verify_finds_every_sample_once(site: Path, unbroken:
 
 def test_a_killed_trainer_resumes_as_if_nothing_had_been(site: Path, unbroken: Trainer) -> None:
     first = Trainer(site, site.parent / "killed", *FLAGS)
+    first.wait_checkpoint(SAVE_EVERY)
     first.wait_step(SAVE_EVERY + 3)
     first.kill()
     second = Trainer(site, first.run_dir, *FLAGS, "--resume").finish()
     assert f"resume from {first.run_dir}" in second.log
     same_training(second, unbroken)
+
+
+def test_a_killed_trainer_resumes_in_another_layout_with_no_sample_lost_or_repeated(
+    site: Path, unbroken: Trainer
+) -> None:
+    first = Trainer(site, site.parent / "moved", *FLAGS, "--set=mesh.data=2", world=2)
+    first.wait_checkpoint(SAVE_EVERY)
+    first.wait_step(SAVE_EVERY + 3)
+    first.kill()
+    second = Trainer(site, first.run_dir, *FLAGS, "--set=mesh.pipe=2", "--resume", world=2).finish()
+    assert "was saved with pipe 1, data 2, tensor 1, ZeRO 1, goes on with pipe 2, data 1" in second.log
+    for name in ("loss", "grad_norm"):
+        ours, alone = ([x[name] for x in t.steps()] for t in (second, unbroken))
+        assert ours == pytest.approx(alone, rel=1e-4)
+    assert global_batches(second.run_dir) == global_batches(unbroken.run_dir)
+    proof = verify(site, second.run_dir)
+    assert proof.returncode == 0, proof.stdout + proof.stderr
 
 
 def test_a_stopped_trainer_saves_and_resumes_as_if_nothing_had_been(site: Path, unbroken: Trainer) -> None:

@@ -1,15 +1,16 @@
 """A program for `run_ranks`: train steps on made-up global batches, case after case, and report every number.
 
 Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or `LOPSIDED`), `steps`, and for checkpoints
-`checkpoints` (a folder), `save_every`, `resume`. Data-parallel rank d of n takes micro-batches d, d + n, ... Report:
-case -> first step, losses and grad norms; weights go to `<case>-<rank>.npz`.
+`checkpoints` (a folder; `{case}` in it is replaced), `save_every`, `resume`, `copies` (a folder to save in what was
+just loaded), `ends` (one for the state after the last step). Data-parallel rank d of n takes micro-batches d, d + n
+and so on. Report: case -> first step, losses and grad norms; weights go to `<case>-<rank>.npz`.
 """
 
 import json
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,8 +20,11 @@ from shared.sections import RunConfig
 from tests.support import packs
 from trainer.checkpoint import Checkpoints
 from trainer.launch import Ranks, join
-from trainer.manifest import signature_of
+from trainer.manifest import layout_of, signature_of
 from trainer.optim import lr_at
+
+if TYPE_CHECKING:
+    from trainer.engine import Engine
 
 
 def main() -> None:
@@ -40,9 +44,12 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     from trainer.engine import build_engine
 
     engine = build_engine(config, ranks)
-    store = Checkpoints(Path(task.get("checkpoints", out)), ranks, signature_of(config), keep=100)
+    folders = {key: Path(str(task.get(key, out)).format(case=out.name)) for key in ("checkpoints", "copies", "ends")}
+    store = open_store(folders["checkpoints"], config, ranks)
     saved = store.load_newest(engine) if task.get("resume") else None
     first = saved.step if saved else 0
+    if "copies" in task:
+        save_now(open_store(folders["copies"], config, ranks), engine, first)
     losses, norms = [], []
     for step in range(first, task["steps"]):
         batches = packs.global_batch(config, getattr(packs, task["plans"]), seed=step)
@@ -50,11 +57,26 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
         result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        store.poll()
         if task.get("save_every") and (step + 1) % task["save_every"] == 0:
             store.save(engine, step + 1, Cursor(0, step + 1, 0))
+    store.finish()
+    if "ends" in task:
+        save_now(open_store(folders["ends"], config, ranks), engine, task["steps"])
     weights = {name: p.detach().float().numpy() for name, p in engine.named_parameters()}
     np.savez(f"{out}-{ranks.rank}.npz", **weights)
     return {"first": first, "losses": losses, "norms": norms}
+
+
+def open_store(folder: Path, config: RunConfig, ranks: Ranks) -> Checkpoints:
+    """Checkpoints in a folder; all of them are kept."""
+    return Checkpoints(folder, ranks, layout_of(config), signature_of(config), keep=100, how=config.train.checkpoint)
+
+
+def save_now(store: Checkpoints, engine: "Engine", step: int) -> None:
+    """Save and commit."""
+    store.save(engine, step, Cursor(0, step, 0))
+    store.finish()
 
 
 if __name__ == "__main__":

@@ -45,6 +45,13 @@ class Trainer:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log
             time.sleep(0.01)
 
+    def wait_checkpoint(self, step: int) -> None:
+        """Until the checkpoint after `step` steps is committed."""
+        deadline = time.monotonic() + TRAIN_S
+        while not (self.run_dir / "checkpoints" / f"step-{step:08d}").exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log
+            time.sleep(0.01)
+
     def finish(self) -> "Trainer":
         """Wait for the end, which must be a good one."""
         assert self.process.wait(TRAIN_S) == 0, self.log

@@ -11,15 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from shared.config import load
 from shared.errors import CheckpointError, ConfigError
+from shared.mesh import Mesh
 from shared.sections import RunConfig
 from tests.support.hugging import RUN, fitting_run, saved
+from tests.support.layouts import whole_weights
 from tests.support.packs import MIXED, global_batch
 from tests.support.ranks import ROOT, run_ranks
 from tests.support.runs import run_config, run_file
-from trainer.consolidate import read_checkpoint
 from trainer.loss import token_loss
 from trainer.models import build
 from trainer.models.hf import Part
+from trainer.source import read_checkpoint
 from trainer.weights import import_weights, load_initial
 
 PARTS: dict[Part, str] = {"vision": "clip", "audio": "whisper", "decoder": "qwen2-tied"}
@@ -62,20 +64,24 @@ def test_relative_to_the_run_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipe", [1, 2])
-def test_step_0_uses_the_file_and_the_checkpoint_exports_what_was_trained(pipe: int, tmp_path: Path) -> None:
-    path = trainable_run(tmp_path, pipe)
+@pytest.mark.parametrize(("pipe", "tensor"), [(1, 1), (2, 1), (2, 2)])
+def test_step_0_uses_the_file_and_the_checkpoint_exports_what_was_trained(
+    pipe: int, tensor: int, tmp_path: Path
+) -> None:
+    path = trainable_run(tmp_path, pipe, tensor)
     config = load(path)
     wanted = save_random_start(config, tmp_path / "init.safetensors")
     store = tmp_path / "store"
     task = {"config": str(path), "cases": {"case": []}, "plans": "MIXED", "steps": 1, "save_every": 1}
-    report = run_ranks("tests.support.step_program", pipe, tmp_path / "out", {**task, "checkpoints": str(store)})[0]
+    report = run_ranks(
+        "tests.support.step_program", pipe * tensor, tmp_path / "out", {**task, "checkpoints": str(store)}
+    )[0]
     assert report["case"]["losses"][0] == pytest.approx(wanted, rel=1e-5)
     state = read_checkpoint(config, store / "step-00000001")
     assert state.keys() == build.shapes(config).keys()
-    trained = trained_weights(tmp_path / "out")
+    trained = whole_weights(tmp_path / "out", "case", Mesh(pipe=pipe, tensor=tensor))
     assert trained.keys() == state.keys() - {"0.audio.positions_LC"}
-    assert all(torch.equal(state[name], tensor) for name, tensor in trained.items())
+    assert all(np.array_equal(state[name].numpy(), array) for name, array in trained.items())
     command("export", "--config", path, "--checkpoint", store / "step-00000001", "--out", tmp_path / "hf")
     again = [argument for part in PARTS for argument in (f"--{part}", tmp_path / "hf" / part)]
     command("import-weights", "--config", path, *again, "--out", tmp_path / "again.safetensors")
@@ -84,11 +90,11 @@ def test_step_0_uses_the_file_and_the_checkpoint_exports_what_was_trained(pipe: 
     assert all(torch.equal(state[name], tensor) for name, tensor in parts.items())
 
 
-def trainable_run(folder: Path, pipe: int) -> Path:
+def trainable_run(folder: Path, pipe: int, tensor: int) -> Path:
     """A run file whose head is tied where it can be."""
-    decoder = {**RUN["model"]["decoder"], "tied": pipe == 1}
+    decoder = {**RUN["model"]["decoder"], "tied": pipe * tensor == 1}
     data = {**RUN["data"], "batch": {"micro_batches": 8}}
-    train, mesh = {"init_from": "init.safetensors"}, {"pipe": pipe}
+    train, mesh = {"init_from": "init.safetensors"}, {"pipe": pipe, "tensor": tensor}
     model = {**RUN["model"], "decoder": decoder}
     return run_file(folder, "part-{0..0}.tar", data=data, model=model, train=train, mesh=mesh)
 
@@ -114,14 +120,6 @@ def command(*arguments: object) -> None:
     line = [sys.executable, "-m", "trainer", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-
-
-def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("case-*.npz"):
-        with np.load(path) as stage:
-            found |= {name: torch.from_numpy(stage[name]) for name in stage.files}
-    return found
 
 
 def test_a_file_of_another_model_is_refused_with_all_that_is_wrong(folders: dict[Part, Path], tmp_path: Path) -> None:

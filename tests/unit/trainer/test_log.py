@@ -7,7 +7,7 @@ import pytest
 
 from shared.batch import Cursor
 from shared.consumed import Consumed
-from trainer.log import StepLine, consumed_lines, step_lines
+from trainer.log import StepLine, consumed_lines, cut_unopened, step_lines
 
 
 def consumed(epoch: int, step: int, micro: int) -> Consumed:
@@ -45,3 +45,11 @@ def test_losses_are_written_in_full(tmp_path: Path) -> None:
     with step_lines(tmp_path, 0) as lines:
         lines.write([step_line(0)])
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1 / 3
+
+
+def test_logs_of_data_ranks_that_are_no_more_are_cut_too(tmp_path: Path) -> None:
+    for rank in (0, 1, 2):
+        with consumed_lines(tmp_path, rank, Cursor()) as lines:
+            lines.write([consumed(0, step, 0) for step in range(3)])
+    cut_unopened(tmp_path, 1, Cursor(0, 2, 0))
+    assert [len((tmp_path / f"consumed-{rank}.jsonl").read_text().splitlines()) for rank in (0, 1, 2)] == [3, 2, 2]
