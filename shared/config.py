@@ -11,14 +11,14 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
 
 from shared.batch import groups
 from shared.errors import ConfigError
-from shared.sections import DataSection, RunConfig
+from shared.sections import DataSection, ModelPart, RunConfig
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -221,6 +221,8 @@ def _check_mesh(config: RunConfig) -> None:
     _require(0 <= stage <= 3, "train.zero_stage", stage, "must be 0, 1, 2 or 3", "set 1")
     rule = "cannot run with pipeline parallelism: ZeRO-2 and 3 shard gradients that a pipeline accumulates"
     _require(mesh.pipe == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.pipe=1")
+    rule = "cannot run with train.precision bf16: without ZeRO the gradients would be summed in bf16"
+    _require(stage > 0 or config.train.precision == "fp32", "train.zero_stage", stage, rule, "set train.zero_stage=1")
 
 
 def _check_tensor(config: RunConfig) -> None:
@@ -266,6 +268,33 @@ def _check_model(config: RunConfig) -> None:
     _require(ok, "model.decoder.kv_heads", decoder.kv_heads, rule, f"set {decoder.heads} or a divisor")
 
 
+def _check_memory(config: RunConfig) -> None:
+    train, model = config.train, config.model
+    rule = "needs train.zero_stage 1, 2 or 3: without ZeRO no part of the optimizer leaves the device"
+    remedy = "set train.zero_stage=1 or train.offload_optimizer=false"
+    _require(train.zero_stage > 0 or not train.offload_optimizer, "train.offload_optimizer", True, rule, remedy)
+    for name in ("vision", "audio", "decoder"):
+        blocks, depth = getattr(train.recompute, name), getattr(model, name).depth
+        rule = f"must be all, or from {-depth} to {depth}: the first n, or the last n for -n, of model.{name}.depth"
+        ok = blocks == "all" or abs(blocks) <= depth
+        _require(ok, f"train.recompute.{name}", blocks, rule, "set all")
+
+
+def _check_gradients(config: RunConfig) -> None:
+    train, decoder = config.train, config.model.decoder
+    left = [part for part in get_args(ModelPart) if part not in train.freeze]
+    _require(bool(left), "train.freeze", "every part", "must leave something to train", "take a part out")
+    rule = "must hold both or neither of embedding and head, which share one weight (model.decoder.tied)"
+    one = len({"embedding", "head"} & set(train.freeze)) == 1
+    _require(not (decoder.tied and one), "train.freeze", ", ".join(train.freeze), rule, "add or remove one")
+    for layer in config.model.gradient_cuts:
+        rule = f"must be a decoder layer, 0 to {decoder.depth - 1}"
+        _require(0 <= layer < decoder.depth, "model.gradient_cuts", layer, rule, "change it or model.decoder.depth")
+    _require(
+        train.skip_limit >= 1, "train.skip_limit", train.skip_limit, "must be at least 1", "set 1 to end at the first"
+    )
+
+
 RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_job,
     _check_mixture,
@@ -276,4 +305,6 @@ RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_tensor,
     _check_waits,
     _check_model,
+    _check_memory,
+    _check_gradients,
 )

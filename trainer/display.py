@@ -1,5 +1,6 @@
 """What a person sees of a run: a progress bar on a terminal, else a log line now and then, and a table at the end."""
 
+import math
 import resource
 import sys
 from contextlib import AbstractContextManager
@@ -52,8 +53,9 @@ class Display(AbstractContextManager["Display"]):
 
 def in_words(line: StepLine) -> str:
     """Loss, gradient norm, speed and waits in one line."""
+    loss, norm = ("not finite" if x is None else f"{x:.4f}" for x in (line.loss, line.grad_norm))
     return (
-        f"loss {line.loss:.4f}  grad norm {line.grad_norm:.3f}  {line.tokens_per_s:,.0f} tokens/s  "
+        f"loss {loss}  grad norm {norm}  {line.tokens_per_s:,.0f} tokens/s  "
         f"wait p50 {line.wait_p50_ms:.2f} ms p99 {line.wait_p99_ms:.2f} ms"
     )
 
@@ -68,6 +70,8 @@ def show_summary(lines: list[StepLine], device: torch.device) -> None:
     table.add_row("steps", f"{lines[0].step + 1} to {lines[-1].step + 1}")
     first, last = lines[:MEAN_OVER], lines[-MEAN_OVER:]
     table.add_row("loss, mean of first and last 5", f"{_mean_loss(first):.4f} -> {_mean_loss(last):.4f}")
+    if skipped := sum(line.skipped for line in lines):
+        table.add_row("steps skipped, not finite", str(skipped))
     table.add_row("samples/s", f"{sum(line.samples for line in timed) / seconds:,.1f}")
     table.add_row("tokens/s", f"{sum(line.tokens for line in timed) / seconds:,.0f}")
     table.add_row("data wait p50, p99", f"{lines[-1].wait_p50_ms:.2f} ms, {lines[-1].wait_p99_ms:.2f} ms")
@@ -83,4 +87,5 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _mean_loss(lines: list[StepLine]) -> float:
-    return sum(line.loss for line in lines) / len(lines)
+    losses = [line.loss for line in lines if line.loss is not None]
+    return sum(losses) / len(losses) if losses else math.nan

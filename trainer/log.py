@@ -18,11 +18,14 @@ METRICS = "metrics.jsonl"
 
 
 class StepLine(msgspec.Struct, frozen=True):
-    """One step: a line of `metrics.jsonl`. Counts are of the whole global batch, waits of rank 0 since it started."""
+    """One step: a line of `metrics.jsonl`. Counts are of the whole global batch, waits of rank 0 since it started.
+
+    Loss and gradient norm are null where they are not finite; a skipped step changed nothing but the cursor.
+    """
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     lr: float
     tokens: int
     samples: int
@@ -30,6 +33,7 @@ class StepLine(msgspec.Struct, frozen=True):
     tokens_per_s: float
     wait_p50_ms: float
     wait_p99_ms: float
+    skipped: bool = False
 
 
 class Lines:

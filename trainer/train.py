@@ -1,9 +1,11 @@
 """A training run, from joined ranks to the last checkpoint. Start reading at `train`.
 
 A step is one global batch: every reader pulls its micro-batches of it, the engine takes one optimizer step, and all
-ranks agree on what was consumed and on whether to stop. Logs are written before a checkpoint commits the cursor.
+ranks agree on what was consumed, on whether the step was skipped (see `nonfinite`) and on whether to stop. Logs are
+written before a checkpoint commits the cursor.
 """
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -22,11 +24,12 @@ from trainer import metrics
 from trainer.checkpoint import Checkpoints
 from trainer.client import LoaderClient
 from trainer.display import Display, show_summary
-from trainer.engine import Engine, StepResult, build_engine
+from trainer.engine import Engine, build_engine
 from trainer.feed import Feed, Taken, check_same
 from trainer.launch import Ranks
 from trainer.log import Lines, StepLine, consumed_lines, step_lines
 from trainer.manifest import complete, signature_of
+from trainer.nonfinite import Skips, StepResult
 from trainer.optim import lr_at
 from trainer.preprocess import Preprocessor
 from trainer.waits import Waits
@@ -150,15 +153,17 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
     """The loop. Returns the lines of the steps that it ran (on rank 0)."""
     lines: list[StepLine] = []
     cursor, saved = start.cursor, start.step
+    skips = Skips(ranks, config.train.skip_limit)
     for step in range(start.step, config.train.steps):
         began = time.perf_counter()
         lr = lr_at(step, config.train.steps, config.train.optim)
         result = parts.engine.train_batch(parts.feed or iter(()), lr)
         taken = take(parts, ranks)
-        tokens, samples, stopping = ranks.sum(step_totals(ranks, taken, stop))
+        tokens, samples, skipped_by, stopping = ranks.sum(step_totals(ranks, taken, result, stop))
         cursor = taken.after if taken else cursor
         line = step_line(step, result, lr, tokens, samples, time.perf_counter() - began, parts.client)
         record(parts, line, taken)
+        skips.note(step, result, [x.batch_id for x in taken.lines] if taken else [], skipped_by)
         if ranks.is_main:
             lines.append(line)
         if stopping or step + 1 == config.train.steps or saves_at(step + 1, config.train.save_every):
@@ -182,10 +187,10 @@ def take(parts: Parts, ranks: Ranks) -> Taken | None:
     return taken
 
 
-def step_totals(ranks: Ranks, taken: Taken | None, stop: Stop) -> list[int]:
-    """This rank's share of: tokens, samples, ranks that were asked to stop."""
-    counts = taken and ranks.reader == 0
-    return [taken.tokens, taken.samples, int(stop.asked)] if taken and counts else [0, 0, int(stop.asked)]
+def step_totals(ranks: Ranks, taken: Taken | None, result: StepResult, stop: Stop) -> list[int]:
+    """This rank's share of: tokens, samples, ranks that skipped the step, ranks that were asked to stop."""
+    flags = [int(result.skipped), int(stop.asked)]
+    return [taken.tokens, taken.samples, *flags] if taken and ranks.reader == 0 else [0, 0, *flags]
 
 
 def step_line(
@@ -194,8 +199,9 @@ def step_line(
     """The step's numbers."""
     waits = client.wait_stats().run if client else Waits()
     speed = tokens / step_s
-    numbers = (step, result.loss, result.grad_norm, lr, tokens, samples, step_s, speed)
-    return StepLine(*numbers, waits.p50_s * 1e3, waits.p99_s * 1e3)
+    loss, norm = (x if math.isfinite(x) else None for x in (result.loss, result.grad_norm))
+    numbers = (lr, tokens, samples, step_s, speed)
+    return StepLine(step, loss, norm, *numbers, waits.p50_s * 1e3, waits.p99_s * 1e3, skipped=result.skipped)
 
 
 def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
@@ -211,8 +217,9 @@ def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
 def observe(line: StepLine, taken: Taken | None) -> None:
     """Bring this rank's metrics up to date."""
     metrics.STEP.set(line.step + 1)
-    metrics.LOSS.set(line.loss)
-    metrics.GRAD_NORM.set(line.grad_norm)
+    metrics.LOSS.set(math.nan if line.loss is None else line.loss)
+    metrics.GRAD_NORM.set(math.nan if line.grad_norm is None else line.grad_norm)
+    metrics.STEPS_SKIPPED.inc(line.skipped)
     metrics.STEP_SECONDS.observe(line.step_s)
     if taken:
         metrics.TOKENS.inc(taken.tokens)

@@ -3,6 +3,9 @@
 Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or `LOPSIDED`), `steps`, and for checkpoints
 `checkpoints` (a folder), `save_every`, `resume`. Data-parallel rank d of n takes micro-batches d, d + n, ... Report:
 case -> first step, losses and grad norms; weights go to `<case>-<rank>.npz`.
+
+Cases named in `omit` leave out the steps listed there; those in `poison` are spoiled as `spoiled` says, and report
+which steps were skipped and which micro-batches were suspected as well.
 """
 
 import json
@@ -17,6 +20,7 @@ from shared.batch import Cursor
 from shared.config import load
 from shared.sections import RunConfig
 from tests.support import packs
+from tests.support.poison import spoiled
 from trainer.checkpoint import Checkpoints
 from trainer.launch import Ranks, join
 from trainer.manifest import signature_of
@@ -43,18 +47,27 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     store = Checkpoints(Path(task.get("checkpoints", out)), ranks, signature_of(config), keep=100)
     saved = store.load_newest(engine) if task.get("resume") else None
     first = saved.step if saved else 0
-    losses, norms = [], []
+    poison: dict[str, Any] = task.get("poison", {}).get(out.name, {})
+    losses, norms, skipped, suspects = [], [], [], []
     for step in range(first, task["steps"]):
+        if step in task.get("omit", {}).get(out.name, ()):
+            continue
         batches = packs.global_batch(config, getattr(packs, task["plans"]), seed=step)
         share = batches[ranks.coords.data :: ranks.mesh.data]
-        result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))
+        with spoiled(engine, ranks, step, **poison):
+            result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))
+        if result.skipped:
+            skipped.append(step)
+            suspects += result.suspects
+            continue
         losses.append(result.loss)
         norms.append(result.grad_norm)
         if task.get("save_every") and (step + 1) % task["save_every"] == 0:
             store.save(engine, step + 1, Cursor(0, step + 1, 0))
     weights = {name: p.detach().float().numpy() for name, p in engine.named_parameters()}
     np.savez(f"{out}-{ranks.rank}.npz", **weights)
-    return {"first": first, "losses": losses, "norms": norms}
+    report = {"first": first, "losses": losses, "norms": norms}
+    return {**report, "skipped": skipped, "suspects": suspects} if poison else report
 
 
 if __name__ == "__main__":
