@@ -10,6 +10,7 @@ import io
 import math
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
 from trainer.models.gradients import anchored, cut_gradients
 from trainer.models.parts import freeze
-from trainer.nonfinite import LossFunction, StepResult
+from trainer.nonfinite import GradientWatch, LossFunction, StepResult
 from trainer.optim import build_optimizer, set_lr
 from trainer.pipeline import cuts
 from trainer.weights import load_initial
@@ -50,18 +51,24 @@ class Engine:
     """One optimizer step at a time over the micro-batches of this rank."""
 
     def __init__(
-        self, ranks: Ranks, engine: Any, micro_batches: int, clipping: Clipping | None, loss: LossFunction
+        self,
+        ranks: Ranks,
+        engine: Any,
+        micro_batches: int,
+        clipping: Clipping | None,
+        loss: LossFunction,
+        watch: GradientWatch,
     ) -> None:
         self._ranks, self._engine, self._micro_batches = ranks, engine, micro_batches
-        self._clipping, self._loss = clipping, loss
+        self._clipping, self._loss, self._watch = clipping, loss, watch
 
     def train_batch(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
         """Pull this rank's micro-batches of one global batch (none on a middle stage) and take one step."""
         set_lr(self._engine.optimizer.param_groups, lr)
         whole = self._ranks.mesh.pipe == 1
         loss = self._accumulate(micro_batches) if whole else float(self._engine.train_batch(data_iter=micro_batches))
-        norm, finite = self._grad_norm(), self._loss.take()
-        if math.isfinite(norm):
+        norm, finite, uncounted_bad = self._grad_norm(), self._loss.take(), self._watch.take()
+        if math.isfinite(norm) and not uncounted_bad:
             return StepResult(loss, norm)
         self._forget_gradients()
         suspects = () if finite is None else tuple(torch.nonzero(~finite).flatten().tolist())
@@ -157,13 +164,14 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
         load_initial(model, config)
         _apply_tables(config, model, groups)
         optimizer = build_optimizer(model, config.train.optim)
+        watch = GradientWatch(p for p in model.parameters() if p.requires_grad and not _counts(ranks, p))
         clipping = None if config.train.zero_stage else _clipping(config, ranks, model, groups).attach(optimizer)
         mpu = None if isinstance(model, Pipeline) else groups
         settings = deepspeed_config(config, ranks.device)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if ranks.is_main:
         _log.info("%s, %s, attention by %s", type(engine).__name__, type(engine.optimizer).__name__, backend)
-    return Engine(ranks, engine, micro_batches_per_rank(config), clipping, loss)
+    return Engine(ranks, engine, micro_batches_per_rank(config), clipping, loss, watch)
 
 
 @contextlib.contextmanager
@@ -231,7 +239,9 @@ def _clipping(config: RunConfig, ranks: Ranks, model: nn.Module, groups: "Groups
             dist.all_reduce(squares, group=unit.get_model_parallel_group())
         return squares
 
-    def counts(parameter: Tensor) -> bool:
-        return ranks.coords.tensor == 0 or getattr(parameter, "tensor_model_parallel", False)
+    return Clipping(list(model.parameters()), config.train.optim.clip, over_parts, partial(_counts, ranks))
 
-    return Clipping(list(model.parameters()), config.train.optim.clip, over_parts, counts)
+
+def _counts(ranks: Ranks, parameter: Tensor) -> bool:
+    """Whether a gradient norm counts the parameter on this rank: every tensor rank has it whole, or its own slice."""
+    return ranks.coords.tensor == 0 or getattr(parameter, "tensor_model_parallel", False)

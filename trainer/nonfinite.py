@@ -6,7 +6,7 @@ state. It counts as a step all the same: the learning rate goes on and the loade
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
@@ -26,8 +26,9 @@ _log = logger("train")
 class StepResult(msgspec.Struct, frozen=True):
     """Mean loss per label token of the global batch, and the gradient's 2-norm before clipping.
 
-    `skipped`: the norm is not finite, so nothing was changed, on any rank. `suspects` are then the places among this
-    rank's micro-batches of those whose loss is not finite (none on a stage that computes no loss).
+    `skipped`: the norm is not finite, so nothing was changed, on any rank (or a gradient that no norm counts is not: on
+    this rank alone). `suspects` are then the places among this rank's micro-batches of those whose loss is not finite
+    (none on a stage that computes no loss).
     """
 
     loss: float
@@ -56,6 +57,28 @@ class LossFunction:
         return torch.stack(finite) if finite else None
 
 
+class GradientWatch:
+    """Notes gradients that are not finite among parameters that the norm does not count on this rank.
+
+    Such a parameter is whole on every tensor-parallel rank and counted on the first alone. Its gradients are equal on
+    all of them, so only broken hardware makes one differ; no norm would tell.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._bad: Tensor | None = None
+        for parameter in parameters:
+            parameter.register_hook(self._look)  # type: ignore[no-untyped-call]
+
+    def take(self) -> bool:
+        """Whether there was one since the last call."""
+        bad, self._bad = self._bad, None
+        return bad is not None and bool(bad)
+
+    def _look(self, gradient: Tensor) -> None:
+        bad = ~torch.isfinite(gradient).all()
+        self._bad = bad if self._bad is None else self._bad | bad
+
+
 class Skips:
     """Counts skipped steps in a row, since the run or its last resume began. All ranks call it together."""
 
@@ -71,7 +94,7 @@ class Skips:
         """
         world = self._ranks.mesh.world
         if skipped_by not in (0, world):
-            text = f"step {step} was skipped by {skipped_by} of {world} ranks, so their weights differ now"
+            text = f"step {step} was not finite on {skipped_by} of {world} ranks alone, so their weights differ now"
             raise NumericsError(f"{text}; resume from the last checkpoint")
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         if result.skipped:

@@ -67,10 +67,15 @@ def test_a_spoiled_step_is_as_if_it_had_been_left_out(layout: str, tmp_path: Pat
             run, unspoiled = report[name], report[f"{name} omitted"]
             assert run["skipped"] == [SPOILED], (name, rank)
             for numbers in ("losses", "norms"):
-                assert run[numbers] == pytest.approx(unspoiled[numbers], rel=1e-6), (name, rank)
-        assert max(float(np.abs(found[key] - wanted[key]).max()) for key in wanted) <= 1e-6, name
+                assert run[numbers] == pytest.approx(unspoiled[numbers], rel=tolerance(name)), (name, rank)
+        assert max(float(np.abs(found[key] - wanted[key]).max()) for key in wanted) <= tolerance(name), name
         if kind == "loss":
             assert reports[-1][name]["suspects"] == list(range(8 // data)), name
+
+
+def tolerance(case: str) -> float:
+    """In bf16 a last bit that fell otherwise shows in the fourth digit of a norm."""
+    return 1e-3 if "bf16" in case else 1e-6
 
 
 def make_task(folder: Path, cases: dict[str, list[str]]) -> dict[str, Any]:
@@ -82,3 +87,40 @@ def make_task(folder: Path, cases: dict[str, list[str]]) -> dict[str, Any]:
 def spoil(kind: str, rank: int) -> dict[str, Any]:
     """How `rank` is spoiled."""
     return {"step": SPOILED, "rank": rank, "kind": kind}
+
+
+def test_a_gradient_that_no_norm_counts_is_told_by_its_rank(tmp_path: Path) -> None:
+    """A tensor rank's own copy of a whole parameter: the other ranks step, and `Skips` ends the run (below)."""
+    task = make_task(tmp_path, {"case": ["mesh.tensor=2"]})
+    task["poison"] = {"case": {**spoil("gradient", 1), "name": "0.vision.norm.weight"}}
+    reports = run_ranks("tests.support.step_program", 2, tmp_path / "out", {**task, "steps": 2})
+    assert [report["case"]["skipped"] for report in reports] == [[], [SPOILED]]
+
+
+def ended(folder: Path, limit: int, *steps: list[Any]) -> list[Any]:
+    """Of each rank: the step at which the run ended and the error, or None."""
+    config = run_file(folder, "part-{0..0}.tar")
+    task = {"config": str(config), "limit": limit, "steps": steps}
+    return run_ranks("tests.support.skip_program", 2, folder / "out", task)
+
+
+def test_steps_in_a_row_end_the_run_naming_the_batches_whose_loss_is_not_finite(tmp_path: Path) -> None:
+    bad, good = [[["a1", "a2"], []], [["b1", "b2"], [1]]], [None, None]
+    one, other = ended(tmp_path, 2, bad, good, bad, bad)
+    assert one == other
+    assert one[0] == 3
+    assert "2 steps in a row up to step 3 were not finite (train.skip_limit 2): loss 1, gradient norm inf; " in one[1]
+    assert "batches whose loss is not finite: b2; lower train.optim.lr" in one[1]
+    log = (tmp_path / "out" / "rank-0.log").read_text()
+    assert log.count("is not finite, skipped: loss 1, gradient norm inf; batches whose loss is not finite: b2") == 2
+
+
+def test_without_a_suspect_all_batches_of_the_step_are_named(tmp_path: Path) -> None:
+    one, _ = ended(tmp_path, 1, [[["a1", "a2"], []], [["b1"], []]])
+    assert "batches of the step: a1, a2, b1;" in one[1]
+
+
+def test_ranks_that_disagree_end_the_run(tmp_path: Path) -> None:
+    one, other = ended(tmp_path, 9, [None, None], [None, [["b1"], []]])
+    assert one == other
+    assert one[0] == 1 and "step 1 was not finite on 1 of 2 ranks alone, so their weights differ now" in one[1]
