@@ -59,7 +59,7 @@ def test_a_spoiled_step_is_as_if_it_had_been_left_out(layout: str, tmp_path: Pat
     task["poison"] = {name: spoil(kind, mesh.world - 1) for name, (kind, _) in cases.items()}
     task["cases"] |= {f"{name} omitted": sets for name, (_, sets) in cases.items()}
     task["omit"] = {f"{name} omitted": [SPOILED] for name in cases}
-    reports = run_ranks("tests.support.step_program", mesh.world, tmp_path / "out", task, timeout_s=500)
+    reports = run_ranks("tests.support.step_program", mesh.world, tmp_path / "out", task, timeout_s=900)
     for name, (kind, _) in cases.items():
         wanted = whole_weights(tmp_path / "out", f"{name} omitted", mesh)
         found = whole_weights(tmp_path / "out", name, mesh)
