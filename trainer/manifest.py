@@ -46,7 +46,7 @@ REMEDIES = {
     "layout": "resume with the mesh and train.zero_stage it was saved with, or start anew in another train.run_dir",
     "data": "its cursor is a place in other data: restore the data section, or start anew in another train.run_dir",
     "model": "restore the model section, or start anew in another train.run_dir",
-    "training": "restore train.precision and train.optim.name, or start anew in another train.run_dir",
+    "training": "restore train.precision, train.optim.name and train.freeze, or start anew in another train.run_dir",
 }
 
 
@@ -55,7 +55,8 @@ def signature_of(config: RunConfig) -> Signature:
     mesh, train = config.mesh, config.train
     layout = f"pipe {mesh.pipe}, data {mesh.data}, tensor {mesh.tensor}, ZeRO {train.zero_stage}"
     model = hashlib.sha256(msgspec.json.encode(config.model)).hexdigest()[:16]
-    return Signature(layout, digest(config.data), model, f"{train.precision} {train.optim.name}")
+    frozen = f", frozen {' '.join(sorted(train.freeze))}" if train.freeze else ""
+    return Signature(layout, digest(config.data), model, f"{train.precision} {train.optim.name}{frozen}")
 
 
 def check_signature(name: str, saved: Signature, asked: Signature) -> None:

@@ -91,3 +91,13 @@ def test_what_is_frozen_or_detached_keeps_its_weights(alone: dict[str, Run]) -> 
     assert audio and all(np.array_equal(stopped[name], front[name]) for name in audio)
     assert not np.array_equal(stopped["0.audio_projector.up.weight"], front["0.audio_projector.up.weight"])
     assert front["0.embedding.weight"].std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_run_with_frozen_stages_and_offload_resumes_bit_for_bit(tmp_path: Path) -> None:
+    cases = {"case": [*ALONE["frozen-decoder"], *OFFLOAD, *BF16]}
+    saved = {"checkpoints": str(tmp_path / "checkpoints")}
+    unbroken = run_layout(tmp_path / "a", (4, 1, 1), cases, **saved, save_every=2)["case"]
+    resumed = run_layout(tmp_path / "b", (4, 1, 1), cases, **saved, resume=True)["case"]
+    assert resumed.first == 2
+    assert (resumed.losses, resumed.norms) == (unbroken.losses[2:], unbroken.norms[2:])
+    assert differences(resumed, unbroken).weights == 0
