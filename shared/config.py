@@ -11,14 +11,14 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
 
 from shared.batch import batch_spec, groups
 from shared.errors import ConfigError
-from shared.sections import DataSection, RunConfig
+from shared.sections import DataSection, ModelPart, RunConfig
 from shared.wire import MAX_PAYLOAD_BYTES
 
 MOST_COST = 1000.0
@@ -261,6 +261,8 @@ def _check_mesh(config: RunConfig) -> None:
     _require(0 <= stage <= 3, "train.zero_stage", stage, "must be 0, 1, 2 or 3", "set 1")
     rule = "cannot run with pipeline parallelism: ZeRO-2 and 3 shard gradients that a pipeline accumulates"
     _require(mesh.pipe == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.pipe=1")
+    rule = "cannot run with train.precision bf16: without ZeRO the gradients would be summed in bf16"
+    _require(stage > 0 or config.train.precision == "fp32", "train.zero_stage", stage, rule, "set train.zero_stage=1")
 
 
 def _check_tensor(config: RunConfig) -> None:
@@ -320,6 +322,9 @@ def _check_training(config: RunConfig) -> None:
     ok = optim.momentum == 0 or optim.name == "sgd"
     _require(ok, "train.optim.momentum", optim.momentum, "is for sgd alone: adamw has betas", "set 0")
     _require(bound_s > 0, "train.checkpoint.write_s", bound_s, "must be above 0", "set 240")
+    ok = not (config.train.deterministic and config.train.attention == "flash4")
+    rule = "is not deterministic, which train.deterministic asks for"
+    _require(ok, "train.attention", "flash4", rule, "set sdpa or auto")
 
 
 def _check_model(config: RunConfig) -> None:
@@ -334,6 +339,33 @@ def _check_model(config: RunConfig) -> None:
     ok = decoder.heads % decoder.kv_heads == 0
     rule = f"must divide model.decoder.heads, {decoder.heads}"
     _require(ok, "model.decoder.kv_heads", decoder.kv_heads, rule, f"set {decoder.heads} or a divisor")
+
+
+def _check_memory(config: RunConfig) -> None:
+    train, model = config.train, config.model
+    rule = "needs train.zero_stage 1, 2 or 3: without ZeRO no part of the optimizer leaves the device"
+    remedy = "set train.zero_stage=1 or train.offload_optimizer=false"
+    _require(train.zero_stage > 0 or not train.offload_optimizer, "train.offload_optimizer", True, rule, remedy)
+    for name in ("vision", "audio", "decoder"):
+        blocks, depth = getattr(train.recompute, name), getattr(model, name).depth
+        rule = f"must be all, or from {-depth} to {depth}: the first n, or the last n for -n, of model.{name}.depth"
+        ok = blocks == "all" or abs(blocks) <= depth
+        _require(ok, f"train.recompute.{name}", blocks, rule, "set all")
+
+
+def _check_gradients(config: RunConfig) -> None:
+    train, decoder = config.train, config.model.decoder
+    left = [part for part in get_args(ModelPart) if part not in train.freeze]
+    _require(bool(left), "train.freeze", "every part", "must leave something to train", "take a part out")
+    rule = "must hold both or neither of embedding and head, which share one weight (model.decoder.tied)"
+    one = len({"embedding", "head"} & set(train.freeze)) == 1
+    _require(not (decoder.tied and one), "train.freeze", ", ".join(train.freeze), rule, "add or remove one")
+    for layer in config.model.gradient_cuts:
+        rule = f"must be a decoder layer, 0 to {decoder.depth - 1}"
+        _require(0 <= layer < decoder.depth, "model.gradient_cuts", layer, rule, "change it or model.decoder.depth")
+    _require(
+        train.skip_limit >= 1, "train.skip_limit", train.skip_limit, "must be at least 1", "set 1 to end at the first"
+    )
 
 
 RULES: tuple[Callable[[RunConfig], None], ...] = (
@@ -351,4 +383,6 @@ RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_lanes,
     _check_training,
     _check_model,
+    _check_memory,
+    _check_gradients,
 )

@@ -11,7 +11,8 @@ The tree::
     ├── ProtocolError        the two halves cannot talk: version, digest, junk
     ├── SlotError            shared-memory slots: too large, lost, reused
     ├── LoaderTimeout        a named wait ran over its named bound
-    └── CheckpointError      a checkpoint that cannot be trusted
+    ├── CheckpointError      a checkpoint that cannot be trusted
+    └── NumericsError        training cannot go on: losses or gradients are not finite, or ranks drifted apart
 """
 
 
@@ -61,3 +62,7 @@ class LoaderTimeout(MillstreamError):
 
 class CheckpointError(MillstreamError):
     """A checkpoint is incomplete, damaged or belongs to another run."""
+
+
+class NumericsError(MillstreamError):
+    """Steps in a row whose loss or gradient norm is not finite, or ranks that disagree on having taken a step."""

@@ -244,12 +244,23 @@ class DecoderSection(Section, frozen=True):
         return self.head_dim or self.dim // self.heads
 
 
+Modality = Literal["text", "vision", "audio"]
+"""What a place of a pack holds; padding counts as text."""
+
+
 class ModelSection(Section, frozen=True):
-    """The three-modality model."""
+    """The three-modality model, and where gradients stop in it (no setting here changes what it computes forward).
+
+    `detach`: encoders whose features enter the fusion detached. They get zero gradients, are not decayed, and so keep
+    their weights; their projectors train. `gradient_cuts`: decoder layer (from 0) -> modalities at whose places the
+    gradient of the hidden state that enters this layer is zero.
+    """
 
     vision: VisionSection = VisionSection()
     audio: AudioEncoderSection = AudioEncoderSection()
     decoder: DecoderSection = DecoderSection()
+    detach: tuple[Literal["vision", "audio"], ...] = ()
+    gradient_cuts: dict[int, tuple[Modality, ...]] = {}
 
 
 class OptimSection(Section, frozen=True):
@@ -280,6 +291,22 @@ class CheckpointSection(Section, frozen=True):
     write_s: float = 240.0
 
 
+Blocks = int | Literal["all"]
+"""A choice of blocks: the first n, the last n for -n, or all."""
+
+
+class RecomputeSection(Section, frozen=True):
+    """Blocks whose activations are not kept but computed again in the backward pass; gradients stay exact."""
+
+    vision: Blocks = 0
+    audio: Blocks = 0
+    decoder: Blocks = 0
+    projectors: bool = False
+
+
+ModelPart = Literal["vision", "audio", "vision_projector", "audio_projector", "embedding", "decoder", "head"]
+
+
 class TrainSection(Section, frozen=True):
     """The training run. `init_from` is a safetensors file in this model's names that step 0 starts from.
 
@@ -287,12 +314,20 @@ class TrainSection(Section, frozen=True):
     `compile` compiles the decoder's blocks with torch.compile; `auto` does so on CUDA. `peak_tflops` is
     one device's dense bf16 peak, which MFU is a share of; 0 looks it up by the device's name. `trackers` get every
     step's numbers beside metrics.jsonl, in the run folder; Weights & Biases offline unless WANDB_MODE says otherwise.
+    `freeze`: parts that are not trained and take no room in the optimizer. `offload_optimizer`: the optimizer's state
+    and step are the CPU's. `deterministic`: the same bits in every run of one layout on one kind of machine.
+    A step whose loss or gradient norm is not finite changes nothing; `skip_limit` of them in a row end the run.
     """
 
     steps: int = 100
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     zero_stage: int = 1
+    offload_optimizer: bool = False
+    recompute: RecomputeSection = RecomputeSection()
+    freeze: tuple[ModelPart, ...] = ()
+    deterministic: bool = False
+    skip_limit: int = 10
     seed: int = 0
     run_dir: str = "runs/{job}"
     init_from: str = ""

@@ -60,7 +60,7 @@ def bench(config: RunConfig, ranks: Ranks, warmup: int, steps: int, out: Path | 
         display = stack.enter_context(Display(0, warmup + steps, max(1, steps // 5))) if ranks.is_main else None
         parts = Parts(engine, build_checkpoints(config, ranks), client, feed, None, None, display)
         for step in range(warmup + steps):
-            line, taken, _ = one_step(config, ranks, parts, step, Stop())
+            line, taken, *_ = one_step(config, ranks, parts, step, Stop())
             if display:
                 display.step(line)
             if step >= warmup:

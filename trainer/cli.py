@@ -21,6 +21,7 @@ from shared.errors import (
     DataError,
     LoaderTimeout,
     MillstreamError,
+    NumericsError,
     ProtocolError,
     SlotError,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from trainer.models.hf import Part
 
 EXIT_CODES = """Exit codes: 0 done or stopped by a signal after saving, 2 configuration refused, 3 loader or data, 4
-checkpoint, 5 anything unexpected."""
+checkpoint, 5 anything unexpected, 6 losses or gradients not finite."""
 
 app = typer.Typer(
     help="Trains the image + audio + text model on batches of a loader daemon.",
@@ -180,7 +181,7 @@ def without_local_rank(arguments: list[str]) -> list[str]:
 def exit_code(error: MillstreamError) -> int:
     """The process's exit code for an error; see EXIT_CODES."""
     loader = (DataError, LoaderTimeout, ProtocolError, SlotError)
-    codes = ((ConfigError, 2), (CheckpointError, 4), (loader, 3))
+    codes = ((ConfigError, 2), (CheckpointError, 4), (loader, 3), (NumericsError, 6))
     return next((code for kind, code in codes if isinstance(error, kind)), 5)
 
 

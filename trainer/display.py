@@ -1,5 +1,6 @@
 """What a person sees of a run: a progress bar on a terminal, else a log line now and then, and a table at the end."""
 
+import math
 import resource
 import sys
 from contextlib import AbstractContextManager
@@ -52,9 +53,10 @@ class Display(AbstractContextManager["Display"]):
 
 def in_words(line: StepLine) -> str:
     """Loss, gradient norm, speed, MFU where it is known, and waits in one line."""
+    loss, norm = ("not finite" if x is None else f"{x:.4f}" for x in (line.loss, line.grad_norm))
     share = "" if line.mfu is None else f"MFU {line.mfu:.1%}  "
     return (
-        f"loss {line.loss:.4f}  grad norm {line.grad_norm:.3f}  {line.tokens_per_s:,.0f} tokens/s  {share}"
+        f"loss {loss}  grad norm {norm}  {line.tokens_per_s:,.0f} tokens/s  {share}"
         f"wait p50 {line.wait_p50_ms:.2f} ms p99 {line.wait_p99_ms:.2f} ms"
     )
 
@@ -69,6 +71,8 @@ def show_summary(lines: list[StepLine], device: torch.device) -> None:
     table.add_row("steps", f"{lines[0].step + 1} to {lines[-1].step + 1}")
     first, last = lines[:MEAN_OVER], lines[-MEAN_OVER:]
     table.add_row("loss, mean of first and last 5", f"{mean_loss(first):.4f} -> {mean_loss(last):.4f}")
+    if skipped := sum(line.skipped for line in lines):
+        table.add_row("steps skipped, not finite", str(skipped))
     table.add_row("samples/s", f"{sum(line.samples for line in timed) / seconds:,.1f}")
     table.add_row("tokens/s", f"{sum(line.tokens for line in timed) / seconds:,.0f}")
     shares = [line.mfu for line in timed if line.mfu is not None]
@@ -87,5 +91,6 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def mean_loss(lines: list[StepLine]) -> float:
-    """Mean over the lines."""
-    return sum(line.loss for line in lines) / len(lines)
+    """Mean over the lines whose loss is finite."""
+    losses = [line.loss for line in lines if line.loss is not None]
+    return sum(losses) / len(losses) if losses else math.nan

@@ -2,34 +2,40 @@
 
 One stage runs under DeepSpeedEngine, several under PipelineEngine; both see the same layers, seeds, optimizer and
 loss, and return the same loss and gradient norm for the same global batch. What DeepSpeed gets wrong in some layout
-(gradient norms of ZeRO-0, sums in bf16) is done here or refused.
+(gradient norms of ZeRO-0, sums in bf16) is done by `Clipping` or refused by `shared.config`.
 """
 
 import contextlib
 import io
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
-import msgspec
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from shared.errors import ConfigError
 from shared.sections import RunConfig
 from shared.telemetry import logger
 from trainer import state
+from trainer.clipping import Clipping
 from trainer.compiling import compile_blocks, compiles
+from trainer.ds_config import deepspeed_config, micro_batches_per_rank
 from trainer.feed import MicroBatch
 from trainer.launch import Ranks
-from trainer.loss import WHOLE, Vocabulary, token_loss
+from trainer.loss import WHOLE
+from trainer.memory.recompute import recompute, recomputed_modules
 from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
-from trainer.optim import build_optimizer, clip_gradients, set_lr
+from trainer.models.gradients import anchored, cut_gradients
+from trainer.models.parts import freeze
+from trainer.nonfinite import GradientWatch, LossFunction, StepResult
+from trainer.optim import build_optimizer, set_lr
 from trainer.pipeline import cuts
 from trainer.shard import Entry
 from trainer.source import Source
@@ -38,35 +44,50 @@ from trainer.weights import load_initial
 if TYPE_CHECKING:
     from trainer.parallel.groups import Groups
 
+ANCHOR = "anchor"
+
 _log = logger("engine")
-
-
-class StepResult(msgspec.Struct, frozen=True):
-    """Mean loss per label token of the global batch, and the gradient's 2-norm before clipping."""
-
-    loss: float
-    grad_norm: float
 
 
 class Engine:
     """One optimizer step at a time over the micro-batches of this rank."""
 
     def __init__(
-        self, ranks: Ranks, engine: Any, micro_batches: int, clipping: "Clipping | None", vocabulary: Vocabulary
+        self,
+        ranks: Ranks,
+        engine: Any,
+        micro_batches: int,
+        clipping: Clipping | None,
+        loss: LossFunction,
+        watch: GradientWatch,
     ) -> None:
         self._ranks, self._engine, self._micro_batches = ranks, engine, micro_batches
-        self._clipping, self._vocabulary = clipping, vocabulary
+        self._clipping, self._loss, self._watch = clipping, loss, watch
 
     def train_batch(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
         """Pull this rank's micro-batches of one global batch (none on a middle stage) and take one step."""
         set_lr(self._engine.optimizer.param_groups, lr)
         whole = self._ranks.mesh.pipe == 1
         loss = self._accumulate(micro_batches) if whole else float(self._engine.train_batch(data_iter=micro_batches))
-        return StepResult(loss, self._grad_norm())
+        norm, finite, uncounted_bad = self._grad_norm(), self._loss.take(), self._watch.take()
+        if math.isfinite(norm) and not uncounted_bad:
+            return StepResult(loss, norm)
+        self._forget_gradients()
+        suspects = () if finite is None else tuple(torch.nonzero(~finite).flatten().tolist())
+        return StepResult(loss, norm, True, suspects)
+
+    @property
+    def module(self) -> nn.Module:
+        """What this rank trains: the model, or its stage of it."""
+        found: nn.Module = self._engine.module
+        return found
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters (its stage, its slices), named as in the whole model."""
-        return iter(self._engine.module.named_parameters())
+        """Copies of this rank's parameters (its stage, its slices), named as in the whole model; collective."""
+        for name, parameter in self.module.named_parameters():
+            if name != ANCHOR:
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    yield name, parameter.detach().clone()
 
     def entries(self) -> dict[str, Entry]:
         """This rank's share of weights and optimizer state, as views of the live tensors."""
@@ -92,44 +113,45 @@ class Engine:
         total = torch.zeros((), device=self._ranks.device)
         for _ in range(self._micro_batches):
             inputs, targets = next(micro_batches)
-            loss = token_loss(self._engine(inputs), *targets, self._vocabulary)
+            loss = self._loss(self._engine(inputs), targets)
             self._engine.backward(loss)
             self._engine.step()
             total += loss.detach()
         dist.all_reduce(total)
         return float(total) / (self._micro_batches * self._ranks.mesh.world)
 
+    def _forget_gradients(self) -> None:
+        """After a skipped step: DeepSpeed, in bf16 with offload, would add the next step's gradients to its own."""
+        held = getattr(self._engine.optimizer, "averaged_gradients", {})
+        held.update(dict.fromkeys(held))
+
     def _grad_norm(self) -> float:
         return self._clipping.norm if self._clipping else float(self._engine.get_global_grad_norm())
 
 
-class Clipping:
-    """Gradient norm and clipping before a plain optimizer's step.
-
-    DeepSpeed's own, without ZeRO, counts stage 0 alone and does not report.
-    """
-
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        clip: float,
-        add_up: Callable[[Tensor], Tensor],
-        counts: Callable[[Tensor], bool],
-    ) -> None:
-        self._parameters, self._clip, self._add_up, self._counts = parameters, clip, add_up, counts
-        self.norm = 0.0
-
-    def __call__(self, *step: Any) -> None:
-        """Before the step: clip, and remember the norm."""
-        self.norm = clip_gradients(self._parameters, self._clip, self._add_up, self._counts)
-
-
 class Pipeline(PipelineModule):
-    """PipelineModule with our own cuts instead of its partition methods."""
+    """PipelineModule with our own cuts instead of its partition methods, and stages that may train nothing.
+
+    `add_anchor` gives such a stage one parameter that changes nothing and gets zero gradients: DeepSpeed needs an
+    optimizer everywhere, and an output to go backward from. It is in no checkpoint of weights.
+    """
 
     def __init__(self, layers: list[LayerSpec], bounds: list[int], **settings: Any) -> None:
         self.bounds = bounds
         super().__init__(layers, **settings)
+        self.register_parameter(ANCHOR, None)
+
+    def add_anchor(self) -> None:
+        """Where no parameter of this stage is trained: from here on its anchor is."""
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            self.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1, device=next(self.parameters()).device)))
+
+    def forward(self, forward_input: Any) -> Any:
+        """The stage's output: logits, or a state whose first tensor carries the gradient."""
+        out, anchor = super().forward(forward_input), getattr(self, ANCHOR)
+        if anchor is None:
+            return out
+        return (anchored(out[0], anchor), *out[1:]) if isinstance(out, tuple) else anchored(out, anchor)
 
     def _partition_layers(self, method: str = "own") -> None:
         self.parts = self.bounds
@@ -140,27 +162,26 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     """The engine for this rank of the run.
 
     Raises:
-        ConfigError: the layout is not known to give right results.
+        ConfigError: the model cannot be laid out like this.
     """
-    check_layout(config)
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    backend = choose_backend(ranks.device, dtype, build.head_sizes(config), config.train.attention)
+    backend = _backend(config, ranks)
     with quiet_deepspeed():
         groups = _groups(ranks)
-        vocabulary: Vocabulary = groups.tensor if groups else WHOLE
-        model = _model(config, ranks, backend, vocabulary)
+        loss = LossFunction(groups.tensor if groups else WHOLE)
+        model = _model(config, ranks, backend, loss)
         load_initial(model, config)
-        _split(model, groups)
+        _apply_tables(config, model, groups)
         compiled = compile_blocks(model) if compiles(config.train, ranks.device) else 0
         optimizer = build_optimizer(model, config.train.optim)
-        clipping = _clipping(config, ranks, model, optimizer, groups) if config.train.zero_stage == 0 else None
+        watch = GradientWatch(p for p in model.parameters() if p.requires_grad and not _counts(ranks, p))
+        clipping = None if config.train.zero_stage else _clipping(config, ranks, model, groups).attach(optimizer)
         mpu = None if isinstance(model, Pipeline) else groups
-        settings = deepspeed_config(config)
+        settings = deepspeed_config(config, ranks.device)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if ranks.is_main:
         kinds = type(engine).__name__, type(engine.optimizer).__name__
         _log.info("%s, %s, attention by %s, %d blocks compiled", *kinds, backend, compiled)
-    return Engine(ranks, engine, micro_batches_per_rank(config), clipping, vocabulary)
+    return Engine(ranks, engine, micro_batches_per_rank(config), clipping, loss, watch)
 
 
 @contextlib.contextmanager
@@ -173,37 +194,11 @@ def quiet_deepspeed() -> Iterator[None]:
         yield
 
 
-def micro_batches_per_rank(config: RunConfig) -> int:
-    """How many micro-batches a data-parallel rank takes of each global batch."""
-    return config.data.batch.micro_batches // config.mesh.data
-
-
-def check_layout(config: RunConfig) -> None:
-    """Refuse what DeepSpeed would run wrongly or not at all."""
-    train = config.train
-    if train.precision == "bf16" and train.zero_stage == 0:
-        rule = "cannot run with train.precision bf16: without ZeRO the gradients would be summed in bf16"
-        raise ConfigError("train.zero_stage", 0, rule, "set train.zero_stage=1")
-    if config.mesh.pipe > 1 and train.zero_stage > 1:
-        rule = "cannot run with pipeline parallelism: ZeRO-2 and 3 shard gradients that a pipeline accumulates"
-        raise ConfigError("train.zero_stage", train.zero_stage, rule, "set 0 or 1, or mesh.pipe=1")
-    cuts(build.parameter_counts(config), config.mesh.pipe)
-
-
-def deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """What DeepSpeed is told; users are never asked for it."""
-    train = config.train
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches_per_rank(config),
-        "steps_per_print": None,
-        "gradient_clipping": train.optim.clip if train.zero_stage else 0.0,
-        "zero_optimization": {"stage": train.zero_stage},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": train.precision == "bf16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
-    }
+def _backend(config: RunConfig, ranks: Ranks) -> Backend:
+    if config.train.deterministic and config.train.attention == "auto":
+        return "sdpa"
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    return choose_backend(ranks.device, dtype, build.head_sizes(config), config.train.attention)
 
 
 def _groups(ranks: Ranks) -> "Groups | None":
@@ -214,6 +209,16 @@ def _groups(ranks: Ranks) -> "Groups | None":
     return make_groups(ranks.mesh, ranks.rank)
 
 
+def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None") -> None:
+    """All that is done to a model written for one device and whole training, in the order in which it must be."""
+    freeze(model, config.train.freeze, config.model.decoder.depth)
+    _split(model, groups)
+    cut_gradients(model, config.model.gradient_cuts)
+    recompute(model, recomputed_modules(config))
+    if isinstance(model, Pipeline):
+        model.add_anchor()
+
+
 def _split(model: nn.Module, groups: "Groups | None") -> None:
     if groups:
         from trainer.parallel.tensor import split
@@ -221,7 +226,7 @@ def _split(model: nn.Module, groups: "Groups | None") -> None:
         split(model, groups.tensor)
 
 
-def _model(config: RunConfig, ranks: Ranks, backend: Backend, vocabulary: Vocabulary) -> nn.Module:
+def _model(config: RunConfig, ranks: Ranks, backend: Backend, loss: LossFunction) -> nn.Module:
     if config.mesh.pipe == 1:
         return build.build(config, backend).to(ranks.device)
     mesh = ranks.mesh
@@ -229,16 +234,14 @@ def _model(config: RunConfig, ranks: Ranks, backend: Backend, vocabulary: Vocabu
         [LayerSpec(layer.kind, *layer.args) for layer in build.layers(config, backend)],
         bounds=cuts(build.parameter_counts(config), mesh.pipe),
         topology=PipeModelDataParallelTopology(num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data),
-        loss_fn=lambda logits, targets: token_loss(logits, targets[0], targets[1], vocabulary),
+        loss_fn=loss,
         seed_layers=True,
         seed_fn=torch.manual_seed,
         base_seed=config.train.seed,
     )
 
 
-def _clipping(
-    config: RunConfig, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, groups: "Groups | None"
-) -> Clipping:
+def _clipping(config: RunConfig, ranks: Ranks, model: nn.Module, groups: "Groups | None") -> Clipping:
     unit = model.mpu() if isinstance(model, Pipeline) else groups
 
     def over_parts(squares: Tensor) -> Tensor:
@@ -246,9 +249,9 @@ def _clipping(
             dist.all_reduce(squares, group=unit.get_model_parallel_group())
         return squares
 
-    def counts(parameter: Tensor) -> bool:
-        return ranks.coords.tensor == 0 or getattr(parameter, "tensor_model_parallel", False)
+    return Clipping(list(model.parameters()), config.train.optim.clip, over_parts, partial(_counts, ranks))
 
-    clipping = Clipping(list(model.parameters()), config.train.optim.clip, over_parts, counts)
-    optimizer.register_step_pre_hook(clipping)
-    return clipping
+
+def _counts(ranks: Ranks, parameter: Tensor) -> bool:
+    """Whether a gradient norm counts the parameter on this rank: every tensor rank has it whole, or its own slice."""
+    return ranks.coords.tensor == 0 or getattr(parameter, "tensor_model_parallel", False)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shared.errors import ConfigError
 from shared.mesh import Coords, Mesh, mesh_of
 from shared.sections import RunConfig
+from trainer.determinism import seed_everything, use_deterministic_algorithms
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -66,6 +67,16 @@ class Ranks:
         dist.all_gather(found, mine, group=self._reader_groups[self.coords.data])
         return [each.tolist() for each in found]
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in order of rank."""
+        size = self._reduce([len(data)], dist.ReduceOp.MAX)[0]
+        framed = len(data).to_bytes(8, "little") + data.ljust(size, b"\0")
+        mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8).to(self.device)
+        found = [torch.empty_like(mine) for _ in range(self.mesh.world)]
+        dist.all_gather(found, mine)
+        every = [each.cpu().numpy().tobytes() for each in found]
+        return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in every]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self._reduce([0], dist.ReduceOp.SUM)
@@ -89,6 +100,8 @@ def join(config: RunConfig) -> Ranks:
         ConfigError: the device is not there, or the mesh does not fit the number of processes.
     """
     _stand_alone()
+    if config.train.deterministic:
+        use_deterministic_algorithms()
     kind = device_kind(config.train.device)
     mesh = mesh_of(config.mesh, int(os.environ["WORLD_SIZE"]))
     os.environ["DS_ACCELERATOR"] = kind
@@ -97,7 +110,7 @@ def join(config: RunConfig) -> Ranks:
     backend = "nccl" if kind == "cuda" else "gloo"
     longest_s = max(2 * config.train.wait_s, config.train.checkpoint.write_s)
     dist.init_process_group(backend, timeout=timedelta(seconds=longest_s + 60))
-    torch.manual_seed(config.train.seed)
+    seed_everything(config.train.seed)
     return Ranks(mesh, dist.get_rank(), device)
 
 

@@ -20,12 +20,13 @@ METRICS = "metrics.jsonl"
 class StepLine(msgspec.Struct, frozen=True):
     """One step: a line of `metrics.jsonl`. Counts are of the whole global batch, waits of rank 0 since it started.
 
-    `mfu` is the model FLOPs utilisation, 0 to 1 (see `trainer.flops`); null where the device's peak is not known.
+    Loss and gradient norm are null where they are not finite; a skipped step changed nothing but the cursor. `mfu` is
+    the model FLOPs utilisation, 0 to 1 (see `trainer.flops`); null where the device's peak is not known.
     """
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     lr: float
     tokens: int
     samples: int
@@ -34,6 +35,7 @@ class StepLine(msgspec.Struct, frozen=True):
     wait_p50_ms: float
     wait_p99_ms: float
     mfu: float | None = None
+    skipped: bool = False
 
 
 class Lines:

@@ -33,6 +33,7 @@ class Training(Section, frozen=True):
 
     precision: str
     optim: Optimizer
+    freeze: tuple[str, ...] = ()
 
 
 class Signature(Section, frozen=True):
@@ -86,7 +87,9 @@ def layout_of(config: RunConfig) -> str:
 def signature_of(config: RunConfig) -> Signature:
     """The signature of a run file's checkpoints. Steps may be skipped or not: a cursor stays the same place."""
     optim = config.train.optim
-    training = Training(config.train.precision, Optimizer(optim.name, optim.momentum))
+    training = Training(
+        config.train.precision, Optimizer(optim.name, optim.momentum), tuple(sorted(config.train.freeze))
+    )
     data = msgspec.structs.replace(config.data, skip_steps=())
     return Signature(portable(data), config.model, training)
 

@@ -36,4 +36,7 @@ JUNK = Gauge(
 )
 LOSS = Gauge("trainer_loss", "Loss of the last step, over the global batch", registry=REGISTRY)
 GRAD_NORM = Gauge("trainer_grad_norm", "Gradient norm of the last step, before clipping", registry=REGISTRY)
+STEPS_SKIPPED = Counter(
+    "trainer_steps_skipped", "Steps that changed nothing: loss or gradient norm not finite", registry=REGISTRY
+)
 STEP = Gauge("trainer_step", "Global steps finished", registry=REGISTRY)

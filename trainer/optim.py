@@ -20,12 +20,15 @@ def lr_at(step: int, steps: int, optim: OptimSection) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms, biases, embeddings and positions do not."""
+    """Matrices decay; norms, biases, embeddings, positions and what is marked `without_decay` do not."""
     exempt = {
         id(p)
         for part in model.modules()
         for name, p in part.named_parameters(recurse=False)
-        if p.ndim < 2 or isinstance(part, nn.Embedding) or name.startswith("positions")
+        if p.ndim < 2
+        or isinstance(part, nn.Embedding)
+        or name.startswith("positions")
+        or getattr(p, "without_decay", False)
     }
     chosen = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in chosen if id(p) not in exempt]
@@ -57,11 +60,13 @@ def clip_gradients(
     """Scale gradients in place to a 2-norm of at most `clip` (0: leave them); return the norm before.
 
     `add_up` adds a scalar over the ranks that hold the model's other parts; `counts` tells whether this rank counts a
-    parameter, because one that several of them hold is counted once.
+    parameter, because one that several of them hold is counted once. One that does not count still makes the norm NaN
+    where its gradient is not finite (0 times infinity).
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    squares = torch.stack([p.grad.float().square().sum() for p in parameters if p.grad is not None and counts(p)]).sum()
-    norm = float(add_up(squares).sqrt())
+    squares = [p.grad.float().square().sum() * counts(p) for p in parameters if p.grad is not None]
+    none = torch.zeros((), device=parameters[0].device)
+    norm = float(add_up(torch.stack([none, *squares]).sum()).sqrt())
     if 0 < clip < norm:
         torch._foreach_mul_(gradients, clip / (norm + 1e-6))
     return norm

@@ -1,14 +1,17 @@
 """A training run, from joined ranks to the last checkpoint. Start reading at `train`.
 
 A step is one global batch: every reader pulls its micro-batches of it, the engine takes one optimizer step, and all
-ranks agree on what was consumed and on whether to stop. Logs are written before a checkpoint commits the cursor.
+ranks agree on what was consumed, on whether the step was skipped (see `nonfinite`) and on whether to stop. Logs are
+written before a checkpoint commits the cursor.
 """
 
+import math
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,12 +26,13 @@ from trainer import metrics
 from trainer.checkpoint import Checkpoints
 from trainer.client import LoaderClient
 from trainer.display import Display, show_summary
-from trainer.engine import Engine, StepResult, build_engine
+from trainer.engine import Engine, build_engine
 from trainer.feed import Feed, Taken, check_same
 from trainer.flops import FlopCounter, mfu, peak_tflops
 from trainer.launch import Ranks
 from trainer.log import Lines, StepLine, consumed_lines, cut_unopened, step_lines
 from trainer.manifest import complete, layout_of, signature_of
+from trainer.nonfinite import Skips, StepResult
 from trainer.optim import lr_at
 from trainer.preprocess import Preprocessor
 from trainer.trackers import Tracker, open_tracker
@@ -58,12 +62,22 @@ class Parts(msgspec.Struct):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """Of one step, over all ranks: real tokens, samples, model FLOPs, ranks that were told to stop."""
+    """Of one step, over all ranks: real tokens, samples, model FLOPs, ranks that skipped it, ranks told to stop."""
 
     tokens: int
     samples: int
     flops: int
+    skipped: int
     stopping: int
+
+
+class Step(NamedTuple):
+    """One step that was taken, as this rank saw it; `taken` is what its reader consumed, if it has one."""
+
+    line: StepLine
+    taken: Taken | None
+    result: StepResult
+    totals: Totals
 
 
 class Stop:
@@ -176,20 +190,22 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
     """
     lines: list[StepLine] = []
     cursor, saved = start.cursor, start.step
+    skips = Skips(ranks, config.train.skip_limit)
     steps = [n for n in range(start.step, config.train.steps) if not is_skipped(config.data.skip_steps, n)]
-    if ranks.is_main and (skipped := config.train.steps - start.step - len(steps)) > 0:
-        _log.info("passing over %d of the steps from %d on, as data.skip_steps asks", skipped, start.step)
+    if ranks.is_main and (left_out := config.train.steps - start.step - len(steps)) > 0:
+        _log.info("passing over %d of the steps from %d on, as data.skip_steps asks", left_out, start.step)
     for step in steps:
-        line, taken, stopping = one_step(config, ranks, parts, step, stop)
+        line, taken, result, totals = one_step(config, ranks, parts, step, stop)
         cursor = taken.after if taken else cursor
         record(parts, line, taken)
+        skips.note(step, result, [x.batch_id for x in taken.lines] if taken else [], totals.skipped)
         if ranks.is_main:
             lines.append(line)
         parts.checkpoints.poll()
-        if stopping or step == steps[-1] or saves_at(step + 1, config.train.save_every):
+        if totals.stopping or step == steps[-1] or saves_at(step + 1, config.train.save_every):
             save(parts, step + 1, cursor)
             saved = step + 1
-        if stopping:
+        if totals.stopping:
             break
     parts.checkpoints.finish()
     if ranks.is_main:
@@ -197,19 +213,17 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
     return lines
 
 
-def one_step(
-    config: RunConfig, ranks: Ranks, parts: Parts, step: int, stop: Stop
-) -> tuple[StepLine, Taken | None, bool]:
-    """Train on one global batch: the step's numbers, what this reader consumed, and whether a rank was told to stop."""
+def one_step(config: RunConfig, ranks: Ranks, parts: Parts, step: int, stop: Stop) -> Step:
+    """Train on one global batch."""
     began = time.perf_counter()
     lr = lr_at(step, config.train.steps, config.train.optim)
     result = parts.engine.train_batch(parts.feed or iter(()), lr)
     taken = take(parts, ranks)
-    totals = Totals(*ranks.sum(share_of(ranks, taken, stop)))
+    totals = Totals(*ranks.sum(share_of(ranks, taken, result, stop)))
     line = step_line(step, result, lr, totals, time.perf_counter() - began, parts.client)
     peak = peak_tflops(ranks.device, config.train.peak_tflops)
     share = mfu(totals.flops, line.step_s, ranks.mesh.world, peak)
-    return msgspec.structs.replace(line, mfu=share), taken, bool(totals.stopping)
+    return Step(msgspec.structs.replace(line, mfu=share), taken, result, totals)
 
 
 def take(parts: Parts, ranks: Ranks) -> Taken | None:
@@ -223,11 +237,12 @@ def take(parts: Parts, ranks: Ranks) -> Taken | None:
     return taken
 
 
-def share_of(ranks: Ranks, taken: Taken | None, stop: Stop) -> tuple[int, ...]:
+def share_of(ranks: Ranks, taken: Taken | None, result: StepResult, stop: Stop) -> tuple[int, ...]:
     """This rank's share of the `Totals`."""
+    flags = int(result.skipped), int(stop.asked)
     if not (taken and ranks.reader == 0):
-        return 0, 0, 0, int(stop.asked)
-    return taken.tokens, taken.samples, int(taken.flops), int(stop.asked)
+        return 0, 0, 0, *flags
+    return taken.tokens, taken.samples, int(taken.flops), *flags
 
 
 def step_line(
@@ -236,8 +251,9 @@ def step_line(
     """The step's numbers, all but its MFU."""
     waits = client.wait_stats().run if client else Waits()
     speed = totals.tokens / step_s
-    numbers = (step, result.loss, result.grad_norm, lr, totals.tokens, totals.samples, step_s, speed)
-    return StepLine(*numbers, waits.p50_s * 1e3, waits.p99_s * 1e3)
+    loss, norm = (x if math.isfinite(x) else None for x in (result.loss, result.grad_norm))
+    numbers = (lr, totals.tokens, totals.samples, step_s, speed)
+    return StepLine(step, loss, norm, *numbers, waits.p50_s * 1e3, waits.p99_s * 1e3, skipped=result.skipped)
 
 
 def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
@@ -258,8 +274,9 @@ def observe(line: StepLine, taken: Taken | None, client: LoaderClient | None) ->
         metrics.RECONNECTS.set(client.reconnects)
         metrics.JUNK.set(client.junk)
     metrics.STEP.set(line.step + 1)
-    metrics.LOSS.set(line.loss)
-    metrics.GRAD_NORM.set(line.grad_norm)
+    metrics.LOSS.set(math.nan if line.loss is None else line.loss)
+    metrics.GRAD_NORM.set(math.nan if line.grad_norm is None else line.grad_norm)
+    metrics.STEPS_SKIPPED.inc(line.skipped)
     metrics.STEP_SECONDS.observe(line.step_s)
     if taken:
         metrics.TOKENS.inc(taken.tokens)

@@ -17,25 +17,45 @@ from tests.support.layouts import Differences, differences, run_layout
 
 RESULTS = Path(__file__).parent / "results"
 SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
+RECOMPUTE = ["train.recompute={vision: all, audio: all, decoder: all, projectors: true}"]
+OFFLOAD = "train.offload_optimizer=true"
 CASES = {
     "fp32 AdamW ZeRO-1": [],
     "fp32 SGD ZeRO-1": SGD,
     "fp32 SGD ZeRO-0": [*SGD, "train.zero_stage=0"],
     "bf16 AdamW ZeRO-1": ["train.precision=bf16"],
+    "fp32 AdamW ZeRO-1, all recomputed": RECOMPUTE,
+    "fp32 SGD ZeRO-1, offloaded": [*SGD, OFFLOAD],
+    "bf16 AdamW ZeRO-1, offloaded, all recomputed": ["train.precision=bf16", *RECOMPUTE, OFFLOAD],
 }
+SHARDED = {
+    f"fp32 {name} ZeRO-{stage}{words}": [*sets, f"train.zero_stage={stage}", *more]
+    for stage in (2, 3)
+    for name, sets in (("AdamW", []), ("SGD", SGD))
+    for words, more in (("", []), (", offloaded", [OFFLOAD]), (", all recomputed", RECOMPUTE))
+}
+"""ZeRO-2 and 3, for layouts that are data parallel alone."""
+
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 """pipe, data, tensor."""
 
 
 def measure(folder: Path) -> list[tuple[str, str, Differences]]:
-    """Layout, case and differences from one process in the same case."""
-    alone = run_layout(folder / "alone", (1, 1, 1), CASES)
+    """Layout, case and differences from one process, plain ZeRO-1, with the same precision and optimizer."""
+    alone = run_layout(folder / "alone", (1, 1, 1), {plain(case): CASES[plain(case)] for case in CASES})
     found = []
     for mesh in LAYOUTS:
         name = "pipe {} x data {} x tensor {}".format(*mesh)
-        runs = run_layout(folder / name.replace(" ", ""), mesh, CASES)
-        found += [(name, case, differences(run, alone[case])) for case, run in runs.items()]
+        cases = CASES | SHARDED if mesh == (1, 2, 1) else CASES
+        runs = run_layout(folder / name.replace(" ", ""), mesh, cases)
+        found += [(name, case, differences(run, alone[plain(case)])) for case, run in runs.items()]
     return found
+
+
+def plain(case: str) -> str:
+    """The case that it must equal: the same precision and optimizer with ZeRO-1, nothing recomputed or offloaded."""
+    precision, optimizer, *_ = case.split()
+    return f"{precision} {optimizer} ZeRO-1"
 
 
 def main(

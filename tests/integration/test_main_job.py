@@ -113,6 +113,14 @@ def test_layouts_train_alike_on_the_same_global_batches(site: Path, unbroken: Tr
     assert global_batches(trainer.run_dir) == global_batches(unbroken.run_dir)
 
 
+def test_torchrun_trains_as_the_deepspeed_launcher_does(site: Path, unbroken: Trainer) -> None:
+    torchrun = Trainer(site, site.parent / "torchrun", *FLAGS, "--set=mesh.data=2", world=2, launcher="torchrun")
+    numbers = ([x["loss"] for x in t.steps()] for t in (torchrun.finish(), unbroken))
+    ours, alone = numbers
+    assert ours[:4] == pytest.approx(alone[:4], rel=1e-5, abs=1e-5)
+    assert global_batches(torchrun.run_dir) == global_batches(unbroken.run_dir)
+
+
 def test_processes_that_do_not_fit_the_mesh_are_refused(site: Path) -> None:
     trainer = Trainer(site, site.parent / "misfit", "--set=mesh.data=2")
     assert trainer.process.wait(120) != 0

@@ -54,7 +54,7 @@ def run_layout(
     degrees = [f"mesh.pipe={pipe}", f"mesh.data={data}", f"mesh.tensor={tensor}"]
     cases = {name: [*sets, *degrees] for name, sets in cases.items()}
     task = {"config": str(config), "cases": cases, "plans": "MIXED", "steps": steps, **task}
-    reports = run_ranks(program, pipe * data * tensor, folder / "out", task, timeout_s=400)
+    reports = run_ranks(program, pipe * data * tensor, folder / "out", task, timeout_s=900)
     assert all(report == reports[0] for report in reports)
     shape = Mesh(pipe=pipe, data=data, tensor=tensor)
     return {name: Run(**reports[0][name], weights=whole_weights(folder / "out", name, shape)) for name in cases}

@@ -38,7 +38,7 @@ def run_ranks(module: str, world: int, out: Path, task: dict[str, Any], timeout_
         for process in processes:
             process.kill()
             process.wait()
-    if any(codes):
+    if any(code != 0 for code in codes):
         raise RanksFailed(codes, [(out / f"rank-{r}.log").read_text() for r in range(world)])
     return [json.loads((out / f"rank-{r}.json").read_text()) for r in range(world)]
 

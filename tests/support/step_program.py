@@ -4,6 +4,9 @@ Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or `L
 `checkpoints` (a folder; `{case}` in it is replaced), `save_every`, `resume`, `copies` (a folder to save in what was
 just loaded), `ends` (one for the state after the last step). Data-parallel rank d of n takes micro-batches d, d + n
 and so on. Report: case -> first step, losses and grad norms; weights go to `<case>-<rank>.npz`.
+
+Cases named in `omit` leave out the steps listed there; those in `poison` are spoiled as `spoiled` says, and report
+which steps were skipped and which micro-batches were suspected as well.
 """
 
 import json
@@ -18,6 +21,7 @@ from shared.batch import Cursor
 from shared.config import load
 from shared.sections import RunConfig
 from tests.support import packs
+from tests.support.poison import spoiled
 from trainer.checkpoint import Checkpoints
 from trainer.launch import Ranks, join
 from trainer.manifest import layout_of, signature_of
@@ -50,11 +54,19 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     first = saved.step if saved else 0
     if "copies" in task:
         save_now(open_store(folders["copies"], config, ranks), engine, first)
-    losses, norms = [], []
+    poison: dict[str, Any] = task.get("poison", {}).get(out.name, {})
+    losses, norms, skipped, suspects = [], [], [], []
     for step in range(first, task["steps"]):
+        if step in task.get("omit", {}).get(out.name, ()):
+            continue
         batches = packs.global_batch(config, getattr(packs, task["plans"]), seed=step)
         share = batches[ranks.coords.data :: ranks.mesh.data]
-        result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))
+        with spoiled(engine, ranks, step, **poison):
+            result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))
+        if result.skipped:
+            skipped.append(step)
+            suspects += result.suspects
+            continue
         losses.append(result.loss)
         norms.append(result.grad_norm)
         store.poll()
@@ -65,7 +77,8 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
         save_now(open_store(folders["ends"], config, ranks), engine, task["steps"])
     weights = {name: p.detach().float().numpy() for name, p in engine.named_parameters()}
     np.savez(f"{out}-{ranks.rank}.npz", **weights)
-    return {"first": first, "losses": losses, "norms": norms}
+    report = {"first": first, "losses": losses, "norms": norms}
+    return {**report, "skipped": skipped, "suspects": suspects} if poison else report
 
 
 def open_store(folder: Path, config: RunConfig, ranks: Ranks) -> Checkpoints:

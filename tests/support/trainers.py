@@ -1,4 +1,4 @@
-"""Start real trainers as a user does, through the `deepspeed` launcher, and read what they leave."""
+"""Start real trainers as a user does, through the `deepspeed` launcher or torchrun, and read what they leave."""
 
 import json
 import os
@@ -7,22 +7,37 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.support.ranks import ROOT, free_port
 
 TRAIN_S = 240.0
 
+Launcher = Literal["deepspeed", "torchrun"]
+LAUNCHERS: dict[Launcher, tuple[str, ...]] = {
+    "deepspeed": ("deepspeed.launcher.runner", "--num_gpus={world}", "--master_port={port}", "--module"),
+    "torchrun": ("torch.distributed.run", "--nproc_per_node={world}", "--master_port={port}", "-m"),
+}
+
 
 class Trainer:
     """One launched run over `world` processes; its output is in `log`."""
 
-    def __init__(self, config_path: Path, run_dir: Path, *flags: str, world: int = 1, command: str = "train") -> None:
+    def __init__(
+        self,
+        config_path: Path,
+        run_dir: Path,
+        *flags: str,
+        world: int = 1,
+        launcher: Launcher = "deepspeed",
+        command: str = "train",
+    ) -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self.log_path = run_dir / f"trainer-{time.monotonic_ns()}.log"
-        launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world)]
-        launch += ["--master_port", str(free_port()), "--module", "trainer", command, "--config", str(config_path)]
+        port = free_port()
+        launch = [sys.executable, "-m", *(word.format(world=world, port=port) for word in LAUNCHERS[launcher])]
+        launch += ["trainer", command, "--config", str(config_path)]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         words = [*launch, "--set", f"train.run_dir={run_dir}", *flags]
         with self.log_path.open("wb") as log:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shared.sections import DecoderSection
 from trainer.models.attention import Backend, attention
 
-State = tuple[Tensor, Tensor, Tensor, Tensor]
-"""hidden_TC (float), positions_T, segments_T, cu_seqlens (int32): only the first carries a gradient."""
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""hidden_TC (float), positions_T, segments_T, cu_seqlens, modalities_T (int32): only the first carries a gradient."""
 
 
 class DecoderBlock(nn.Module):
@@ -37,11 +37,11 @@ class DecoderBlock(nn.Module):
 
     def forward(self, state: State) -> State:
         """The state with new hidden values."""
-        hidden, positions, segments, cu_seqlens = state
+        hidden, positions, segments, cu_seqlens, modalities = state
         hidden = hidden + self._attend(self.attention_norm(hidden), positions, segments, cu_seqlens)
         x = self.mlp_norm(hidden)
         hidden = hidden + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return hidden, positions, segments, cu_seqlens
+        return hidden, positions, segments, cu_seqlens, modalities
 
     def _attend(self, x_TC: Tensor, positions_T: Tensor, segments_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         q = self.q(x_TC).unflatten(-1, (self.heads, -1))

@@ -13,6 +13,7 @@ from trainer.models.attention import Backend
 from trainer.models.audio import AudioTower
 from trainer.models.decoder import State
 from trainer.models.encoder import Projector, init_encoder
+from trainer.models.gradients import modalities, stop_gradient
 from trainer.models.vision import VisionTower
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -39,17 +40,28 @@ class Encode(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
         init_encoder(self.vision_projector)
         init_encoder(self.audio_projector)
+        self.detach = model.detach
+        for name in self.detach:
+            without_decay(getattr(self, name))
 
     def forward(self, inputs: Inputs) -> State:
         """Floating inputs are cast to the weights' dtype; gradients stop at them."""
         tokens, positions, segments, features, cu_seqlens, patches, mels, mel_lengths = inputs
         dtype = self.embedding.weight.dtype
-        image = self.vision_projector(self.vision(patches.detach().to(dtype)))
-        clip = self.audio_projector(self.audio(mels.detach().to(dtype), mel_lengths))
+        seen = self.vision(patches.detach().to(dtype))
+        heard = self.audio(mels.detach().to(dtype), mel_lengths)
+        image = self.vision_projector(stop_gradient(seen) if "vision" in self.detach else seen)
+        clip = self.audio_projector(stop_gradient(heard) if "audio" in self.detach else heard)
         rows = torch.cat([image.flatten(0, 1), clip.flatten(0, 1)])
         hidden = merge_features(self.embedding(tokens), rows, features)
         cu_seqlens = nn.functional.pad(cu_seqlens, (0, self.bounds - cu_seqlens.shape[0]), value=tokens.shape[0])
-        return hidden, positions, segments, cu_seqlens
+        return hidden, positions, segments, cu_seqlens, modalities(features, image.shape[0] * image.shape[1])
+
+
+def without_decay(module: nn.Module) -> None:
+    """Mark every parameter as one that weight decay leaves alone."""
+    for parameter in module.parameters():
+        parameter.without_decay = True  # type: ignore[attr-defined]
 
 
 def merge_features(embedded_TC: Tensor, rows_RC: Tensor, features_T: Tensor) -> Tensor:

@@ -1,0 +1,103 @@
+"""Recomputation, offload, ZeRO-2 and 3, frozen parts and stopped gradients, in every layout, train as one process does.
+
+Recomputation, offload and ZeRO must change nothing at all, so they are held to the plain run on one process; what is
+frozen or stopped is held to one process with the same parts frozen or stopped.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.layouts import Run, differences, run_layout
+
+SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
+RECOMPUTE = ["train.recompute={vision: all, audio: all, decoder: all, projectors: true}"]
+OFFLOAD = ["train.offload_optimizer=true"]
+BF16 = ["train.precision=bf16"]
+STOPPED = ["model.detach=[audio]", "model.gradient_cuts={1: [vision]}"]
+FROZEN = ["train.freeze=[vision, audio, vision_projector, audio_projector, embedding]"]
+
+ALONE = {
+    "adamw": [],
+    "sgd": SGD,
+    "bf16": BF16,
+    "stopped": [*SGD, *STOPPED],
+    "frozen-front": [*SGD, *FROZEN],
+    "frozen-decoder": ["train.freeze=[decoder]"],
+}
+"""Names of the runs on one process; a case is compared with the one that its name begins with."""
+
+EVERYWHERE = {
+    "adamw recompute": RECOMPUTE,
+    "sgd recompute, zero 0": [*SGD, *RECOMPUTE, "train.zero_stage=0"],
+    "adamw offload": OFFLOAD,
+    "sgd offload": [*SGD, *OFFLOAD],
+    "bf16 offload, recompute": [*BF16, *OFFLOAD, *RECOMPUTE],
+    "stopped": ALONE["stopped"],
+    "frozen-front": ALONE["frozen-front"],
+    "frozen-decoder": ALONE["frozen-decoder"],
+}
+SHARDED = {
+    "adamw zero 3": ["train.zero_stage=3"],
+    "sgd zero 3, recompute": [*SGD, *RECOMPUTE, "train.zero_stage=3"],
+    "adamw zero 2, recompute": [*RECOMPUTE, "train.zero_stage=2"],
+    "adamw zero 2, offload": [*OFFLOAD, "train.zero_stage=2"],
+    "sgd zero 3, offload": [*SGD, *OFFLOAD, "train.zero_stage=3"],
+    "stopped, zero 3": [*ALONE["stopped"], "train.zero_stage=3"],
+    "frozen-front, zero 3": [*ALONE["frozen-front"], "train.zero_stage=3"],
+    "bf16 zero 3": [*BF16, "train.zero_stage=3"],
+}
+STAGES = {
+    "frozen-front": ALONE["frozen-front"],
+    "frozen-decoder": ALONE["frozen-decoder"],
+    "frozen-decoder, zero 0": [*ALONE["frozen-decoder"], "train.zero_stage=0"],
+    "stopped": ALONE["stopped"],
+}
+"""With four stages of one layer each: whole stages that train nothing, at the front and in the middle."""
+
+LAYOUTS = {
+    "data2": ((1, 2, 1), EVERYWHERE | SHARDED),
+    "pipe2": ((2, 1, 1), EVERYWHERE),
+    "tensor2": ((1, 1, 2), EVERYWHERE),
+    "pipe4": ((4, 1, 1), STAGES),
+}
+TOLERANCE = {"bf16": 3e-3}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The references: one process."""
+    return run_layout(tmp_path_factory.mktemp("alone"), (1, 1, 1), ALONE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_option_trains_as_one_process_does(alone: dict[str, Run], layout: str, tmp_path: Path) -> None:
+    mesh, cases = LAYOUTS[layout]
+    found = {}
+    for case, run in run_layout(tmp_path, mesh, cases).items():
+        reference = case.split(" ")[0].rstrip(",")
+        found[case] = (max(differences(run, alone[reference])), TOLERANCE.get(reference, 1e-5))
+    assert {case: each for case, each in found.items() if each[0] > each[1]} == {}
+
+
+def test_what_is_frozen_or_detached_keeps_its_weights(alone: dict[str, Run]) -> None:
+    plain, stopped, front = (alone[name].weights for name in ("sgd", "stopped", "frozen-front"))
+    start = {name for name in plain if np.array_equal(plain[name], front[name])}
+    assert not start & {name for name in plain if name.startswith(("1.", "2.", "3."))}
+    audio = [name for name in plain if name.startswith("0.audio.")]
+    assert audio and all(np.array_equal(stopped[name], front[name]) for name in audio)
+    assert not np.array_equal(stopped["0.audio_projector.up.weight"], front["0.audio_projector.up.weight"])
+    assert front["0.embedding.weight"].std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_run_with_frozen_stages_and_offload_resumes_bit_for_bit(tmp_path: Path) -> None:
+    cases = {"case": [*ALONE["frozen-decoder"], *OFFLOAD, *BF16]}
+    saved = {"checkpoints": str(tmp_path / "checkpoints")}
+    unbroken = run_layout(tmp_path / "a", (4, 1, 1), cases, **saved, save_every=2)["case"]
+    resumed = run_layout(tmp_path / "b", (4, 1, 1), cases, **saved, resume=True)["case"]
+    assert resumed.first == 2
+    assert (resumed.losses, resumed.norms) == (unbroken.losses[2:], unbroken.norms[2:])
+    assert differences(resumed, unbroken).weights == 0

@@ -1,0 +1,1 @@
+"""What keeps less on the device: recomputation."""
