@@ -2,7 +2,7 @@
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 2>/dev/null))
 BIN := .venv/bin
 
-.PHONY: demo test parity lint clean help
+.PHONY: demo test parity bench-loader lint clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -15,6 +15,9 @@ test: .venv/installed   ## every test that this machine can run
 parity: .venv/installed   ## every layout against one process, as a table of differences, some ten minutes
 	$(BIN)/python -m tests.bench.parity
 
+bench-loader: .venv/installed   ## the loader beside its peers on two cores, some ten minutes; BENCH=--quick shows that it works
+	$(BIN)/python -m tests.bench.loader $(BENCH)
+
 lint: .venv/installed   ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -26,4 +29,4 @@ lint: .venv/installed   ## style and types
 	touch $@
 
 clean:           ## remove the environment, the demo's data and its runs
-	rm -rf .venv demo-data runs
+	rm -rf .venv .venv-peers demo-data runs
