@@ -1,24 +1,23 @@
 """The shared-memory lane with its decoder taken out: the daemon's real loop, and real clients in their own processes.
 
 A worker's place is taken by a copy of made-up bytes into the slot, stamped with the moment just before the slot turns
-READY (CLOCK_MONOTONIC, the same in every process). `python -m tests.bench.lane RUN.yaml ...` is one reader: it prints
-what it saw as JSON.
+READY (CLOCK_MONOTONIC, the same in every process).
 """
 
 import contextlib
+import multiprocessing
 import os
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-import typer
 import yaml
 
 from dataloader_svc.daemon import Loop, Signals
@@ -34,7 +33,6 @@ from shared.slots import SlotPool
 from tests.support.columns import pictures
 from trainer.client import LoaderClient
 
-ROOT = Path(__file__).parents[2]
 SIDE, PATCH, CAPTION_TOKENS = 512, 32, 4
 IMAGE_BYTES = SIDE * SIDE * 3
 PLACES = 64
@@ -56,11 +54,11 @@ class Copier:
     """
 
     def __init__(self, pool: SlotPool, spec: BatchSpec, pace_s: float) -> None:
-        self._pool, self._spec, self._pace_s = pool, spec, pace_s
+        self._pool, self._pace_s = pool, pace_s
         self._tasks: deque[Task] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
         self._source = np.random.default_rng(0).integers(0, 256, spec.size_bytes, dtype=np.uint8)
-        self.written_bytes = 0
+        self.batch_bytes, self.written_bytes = spec.size_bytes, 0
 
     def channels(self) -> list[int]:
         return [self._event]
@@ -80,8 +78,8 @@ class Copier:
         time.sleep(self._pace_s)
         task = self._tasks.popleft()
         payload = self._pool.segment.payload(task.slot)
-        np.copyto(payload[: self._spec.size_bytes], self._source)
-        self.written_bytes += self._spec.size_bytes
+        np.copyto(payload[: self.batch_bytes], self._source)
+        self.written_bytes += self.batch_bytes
         count = len(task.sample_ids)
         payload[:8].view(np.int64)[0] = time.monotonic_ns()
         return [Done(task.id, 0, (count, count, 0, 0, 0), task.sample_ids, 0, (), Timings(0, 0, 0), 0)]
@@ -128,32 +126,51 @@ def serving(config: RunConfig, images: int, pace_s: float) -> Iterator[Copier]:
             part.close()
 
 
-def read(path: Path, readers: int, batches: int, copy: bool) -> list[Seen]:
-    """What `readers` processes see of one stream, `batches` batches each."""
-    command = [sys.executable, "-m", "tests.bench.lane", str(path), "--readers", str(readers)]
-    command += ["--batches", str(batches), "--copy" if copy else "--view"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    children = [
-        subprocess.Popen([*command, "--reader", str(n)], cwd=ROOT, env=environ, stdout=subprocess.PIPE)
-        for n in range(readers)
-    ]
-    try:
-        return [msgspec.json.decode(child.communicate(timeout=READER_S)[0], type=Seen) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+def run(images: int, readers: int, batches: int, copy: bool, pace_s: float = 0.0) -> tuple[list[Seen], float]:
+    """What each of `readers` processes saw of `batches` batches, and how many writes the daemon spent on a batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = run_file(Path(folder), images)
+        config = load(path)
+        children = [Child(config, n, readers, batches, copy) for n in range(readers)]  # forked while no thread runs
+        try:
+            with serving(config, images, pace_s) as copier:
+                seen = [child.result() for child in children]
+        finally:
+            for child in children:
+                child.end()
+    return seen, copier.written_bytes / copier.batch_bytes / (batches + WARM + 1)
 
 
-def main(
-    path: Annotated[Path, typer.Argument(help="the lane's run file")],
-    reader: Annotated[int, typer.Option(help="which of the readers")] = 0,
-    readers: Annotated[int, typer.Option(help="how many there are")] = 1,
-    batches: Annotated[int, typer.Option(help="how many are measured")] = 100,
-    copy: Annotated[bool, typer.Option("--copy/--view", help="copy each payload out, or only take the views")] = False,
-) -> None:
-    """One reader: consume, and print what was seen."""
-    config = load(path)
+class Child:
+    """One reader in a forked process, which has all imports done."""
+
+    def __init__(self, config: RunConfig, reader: int, readers: int, batches: int, copy: bool) -> None:
+        context = multiprocessing.get_context("fork")
+        self._ours, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_read, args=(theirs, config, reader, readers, batches, copy))
+        self._process.start()
+        theirs.close()
+
+    def result(self) -> Seen:
+        """Its report.
+
+        Raises:
+            TimeoutError: none came within READER_S.
+            EOFError: it died; standard error tells why.
+        """
+        if not self._ours.poll(READER_S):
+            raise TimeoutError(f"a reader said nothing for {READER_S:g} s")
+        return msgspec.json.decode(self._ours.recv_bytes(), type=Seen)
+
+    def end(self) -> None:
+        """Gone, whatever it was doing."""
+        self._process.join(JOIN_S)
+        self._process.kill()
+        self._process.join(JOIN_S)
+        self._ours.close()
+
+
+def _read(pipe: Connection, config: RunConfig, reader: int, readers: int, batches: int, copy: bool) -> None:
     with LoaderClient(endpoint(config), job="lane", reader=reader, readers=readers, wait_s=WAIT_S) as client:
         out, late_s, began = np.empty(next(client).spec.size_bytes, np.uint8), [], 0.0
         for number in range(WARM + batches):
@@ -164,8 +181,4 @@ def main(
             if copy:
                 np.copyto(out, payload)
         seconds = time.perf_counter() - began
-    sys.stdout.buffer.write(msgspec.json.encode(Seen(seconds, batches, late_s[WARM:])))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    pipe.send_bytes(msgspec.json.encode(Seen(seconds, batches, late_s[WARM:])))

@@ -19,14 +19,16 @@ import msgspec
 import numpy as np
 import typer
 
-from dataloader_svc import index_file
+from dataloader_svc import index_file, indexing
 from dataloader_svc.index import Index
-from dataloader_svc.indexing import rules_digest
 from dataloader_svc.plan import Planner
-from dataloader_svc.shards import Shard
+from dataloader_svc.shards import Shard, expand
 from dataloader_svc.store import Store
 from dataloader_svc.text import Tokenizer
+from deploy.demo import build_data
+from deploy.demo.run import CONFIG, ROOT
 from shared.batch import Cursor
+from shared.config import load
 from shared.sections import DataSection, DatasetSection
 from tests.bench import report
 from tests.support.columns import columns
@@ -53,7 +55,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 def write(folder: Path, samples: int) -> list[Shard]:
     """Index files of `samples` samples, beside their stand-in tars."""
-    store, tokenizer, rules = Store(), Tokenizer.load(DATA.text.tokenizer).digest, rules_digest(DATA)
+    store, tokenizer, rules = Store(), Tokenizer.load(DATA.text.tokenizer).digest, indexing.rules_digest(DATA)
     shards = []
     for number, first in enumerate(range(0, samples, PER_SHARD)):
         count = min(PER_SHARD, samples - first)
@@ -130,19 +132,42 @@ def row(samples: int) -> dict[str, str]:
     }
 
 
+def padding(folder: Path, samples: int) -> dict[str, str]:
+    """The share of model tokens that is padding, on the demo's photographs and speech under the demo's run file."""
+    build_data.build(folder, samples)
+    pairs = {
+        "data.datasets": f'[{{name: demo, shards: ["{folder}/demo-*.tar"]}}]',
+        "data.text.tokenizer": f"{folder}/tokenizer.json",
+    }
+    data = load(CONFIG, [f"{key}={value}" for key, value in pairs.items()]).data
+    shards = expand(data.datasets, "fail")
+    indexing.build(shards, data, None)
+    found = Planner(data, Index.open(shards, data, None)).summary(0)
+    shares = {"in buckets": f"{found.padding_bucketed:.1%}", "padded to the largest": f"{found.padding_naive:.1%}"}
+    return {"samples": f"{found.samples:,}", "micro-batches": f"{found.packs:,}", **shares}
+
+
 def main(
     out: Annotated[Path | None, typer.Argument(help="Markdown file; plan_<date>.md without")] = None,
     samples: Annotated[list[int] | None, typer.Option(help="a size; may be repeated. 1 and 10 million without")] = None,
+    demo: Annotated[Path, typer.Option(help="the demo data, built where it is missing")] = ROOT / "demo-data",
+    demo_samples: Annotated[int, typer.Option(help="samples of the demo data")] = 640,
     quick: Annotated[bool, typer.Option("--quick", help="one small size: only shows that all works")] = False,
 ) -> None:
     """Measure and write a dated table."""
-    load = report.busy()
+    before = report.busy()
     sizes = [50_000] if quick else samples or [1_000_000, 10_000_000]
     command = "python -m tests.bench.plan " + " ".join(f"--samples {size}" for size in sizes)
-    lines = ["# Index and plan at size", "", f"{report.today()}, {report.machine()}; {load}", report.versions(PACKAGES)]
+    lines = [
+        "# Index and plan at size",
+        "",
+        f"{report.today()}, {report.machine()}; {before}",
+        report.versions(PACKAGES),
+    ]
     lines += ["", f"`{command}`", "", " ".join(str(__doc__).split("\n\n", 1)[1].split()), ""]
     lines += [f"A step is {DATA.batch.micro_batches} micro-batches of {DATA.batch.tokens} tokens.", ""]
-    lines += [*report.table([row(size) for size in sizes]), ""]
+    lines += [*report.table([row(size) for size in sizes]), "", "## Padding, demo data", ""]
+    lines += [*report.table([padding(demo, demo_samples)]), ""]
     path = out or report.RESULTS / f"plan_{report.today()}.md"
     path.write_text("\n".join(lines))
     typer.echo("\n".join(lines))

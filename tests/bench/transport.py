@@ -6,7 +6,6 @@ Hand-over latency: from the moment a slot turns READY to the moment a waiting cl
 """
 
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from shared.config import load
 from shared.slots import SlotPool
 from tests.bench import lane, report
 
@@ -44,22 +42,14 @@ def lane_row(images: int, readers: int, batches: int) -> dict[str, str]:
     row = {"batch MB": f"{size / 1e6:.1f}", "readers": str(readers)}
     row["memcpy GB/s"] = f"{memcpy_gb_s(size, batches):.1f}"
     for how in ("view", "copy"):
-        with tempfile.TemporaryDirectory() as folder:
-            path = lane.run_file(Path(folder), images)
-            with lane.serving(load(path), images, 0.0) as copier:
-                seen = lane.read(path, readers, batches, how == "copy")
-            rates = [size * s.batches / s.seconds / 1e9 for s in seen]
-        row |= {f"each reader, {how}, GB/s": report.spread(rates, 1)}
-    written = copier.written_bytes / size / (batches + lane.WARM + 1)
+        seen, written = lane.run(images, readers, batches, how == "copy")
+        row[f"each reader, {how}, GB/s"] = report.spread([size * s.batches / s.seconds / 1e9 for s in seen], 1)
     return row | {"writes per batch": f"{written:.2f}"}
 
 
 def latency_row(readers: int, batches: int) -> dict[str, str]:
     """Hand-over of batches that readers are waiting for."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = lane.run_file(Path(folder), 10)
-        with lane.serving(load(path), 10, PACE_S):
-            seen = lane.read(path, readers, batches, copy=False)
+    seen, _ = lane.run(10, readers, batches, copy=False, pace_s=PACE_S)
     late_us = [1e6 * late for one in seen for late in one.late_s]
     row = {"readers": str(readers), "hand-overs": str(len(late_us))}
     row |= {f"p{100 * share:.0f} µs": f"{report.percentile(late_us, share):.0f}" for share in (0.5, 0.99)}

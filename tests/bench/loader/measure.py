@@ -60,7 +60,7 @@ def run(name: str, decoder: str, folder: Path, seconds: float, step_s: float) ->
     with CONTENDERS[name].batches(folder, decoder) as batches:
         checked(next(batches))
         first_s = time.perf_counter() - began
-        for _ in range(WARM_BATCHES):
+        for _ in range(min(WARM_BATCHES, round(2 * seconds))):
             checked(next(batches))
         drained = window(batches, seconds, lambda: None)
         stepped = window(batches, seconds, lambda: step(step_s))
