@@ -39,7 +39,7 @@ def test_the_reduction_is_the_largest_that_still_covers(size: tuple[int, int], f
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("side", [90, 150, 200, 431, 1000])
+@pytest.mark.parametrize("side", [90, 200, 431, 1000])
 def test_every_orientation_shows_as_a_full_decode_does(orientation: int, side: int) -> None:
     reduced, full = both(photo(side, side * 2 // 3, seed=orientation, orientation=orientation))
     assert reduced.shape == full.shape == (64, 96, 3)
