@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from dataloader_svc.daemon import Loop, Signals
+from dataloader_svc.jobs import Job
 from dataloader_svc.plan import Planner
 from dataloader_svc.quarantine import Quarantine
 from dataloader_svc.server import Listener
@@ -110,10 +111,15 @@ def serving(config: RunConfig, images: int, pace_s: float) -> Iterator[Copier]:
     spec = batch_spec(next(group for group in groups(config.data) if group.bucket and not group.clip_samples))
     facts = pictures(*[(SIDE, SIDE)] * (images * PLACES))
     pool = SlotPool.create(config.loader.shm_dir, config.job, config.loader.slots_per_stream, spec.size_bytes)
-    copier, listener, signals = Copier(pool, spec, pace_s), Listener.reserve(endpoint(config)), Signals()
+    copier, listener, signals = (
+        Copier(pool, spec, pace_s),
+        Listener.reserve([endpoint(config)], config.loader),
+        Signals(),
+    )
     workers: Any = copier
     quarantine = Quarantine(config.loader.quarantine, str)
-    service = Service(config, Planner(config.data, facts), quarantine, pool, workers, listener.send)
+    jobs = {config.job: Job(config.job, config.data, Planner(config.data, facts))}
+    service = Service(config, jobs, quarantine, pool, workers, listener)
     listener.bind()
     thread = threading.Thread(target=Loop(config, listener, service, workers, signals).run, name="lane")
     thread.start()
