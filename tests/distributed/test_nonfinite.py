@@ -90,9 +90,9 @@ def spoil(kind: str, rank: int) -> dict[str, Any]:
 
 
 def test_a_gradient_that_no_norm_counts_is_told_by_its_rank(tmp_path: Path) -> None:
-    """A tensor rank's own copy of a whole parameter: the other ranks step, and `Skips` ends the run (below)."""
+    """One tensor rank's own copy of whole parameters: the other ranks step, and `Skips` ends the run (below)."""
     task = make_task(tmp_path, {"case": ["mesh.tensor=2"]})
-    task["poison"] = {"case": {**spoil("gradient", 1), "name": "0.vision.norm.weight"}}
+    task["poison"] = {"case": {**spoil("backward", 1), "path": "0.vision.norm"}}
     reports = run_ranks("tests.support.step_program", 2, tmp_path / "out", {**task, "steps": 2})
     assert [report["case"]["skipped"] for report in reports] == [[], [SPOILED]]
 

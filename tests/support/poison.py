@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.launch import Ranks
 
@@ -16,20 +16,37 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spoiled(
-    engine: "Engine", ranks: Ranks, now: int, step: int = -1, rank: int = 0, kind: str = "gradient", name: str = ""
+    engine: "Engine", ranks: Ranks, now: int, step: int = -1, rank: int = 0, kind: str = "gradient", path: str = ""
 ) -> Iterator[None]:
     """While this is open, `rank` computes something that is not finite, if `now` is the `step` meant.
 
-    A parameter of the rank (its first, without a name) gets a NaN, in its gradient or in itself; or the losses become
-    infinite while their gradients stay as they are.
+    `gradient`, `parameter`: the rank's first parameter gets NaNs, in its gradient or in itself. `backward`: the module
+    at `path` gets NaNs as its output's gradient. `loss`: losses are infinite while their gradients stay as they are.
     """
     if (now, ranks.rank) != (step, rank):
         yield
         return
-    held = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-    parameter = held[name] if name else next(iter(held.values()))
+    if kind == "backward":
+        with bad_backward(engine.module.get_submodule(path)):
+            yield
+        return
+    parameter = next(p for p in engine.module.parameters() if p.requires_grad)
     with {"gradient": bad_gradient, "parameter": bad_parameter, "loss": bad_loss}[kind](parameter):
         yield
+
+
+@contextmanager
+def bad_backward(part: nn.Module) -> Iterator[None]:
+    """The gradient of its output is NaN."""
+
+    def spoil(part: nn.Module, inputs: Any, out: Tensor) -> None:
+        out.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
+
+    handle = part.register_forward_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
