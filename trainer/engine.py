@@ -23,43 +23,54 @@ from torch import Tensor, nn
 from shared.errors import CheckpointError, ConfigError
 from shared.sections import RunConfig
 from shared.telemetry import logger
+from trainer.expert_stats import ExpertStats, collect
 from trainer.feed import MicroBatch
 from trainer.launch import Ranks
 from trainer.loss import WHOLE, Vocabulary, token_loss
 from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
+from trainer.models.moe import weigh_losses
 from trainer.optim import build_optimizer, clip_gradients, set_lr
 from trainer.pipeline import cuts
 from trainer.weights import load_initial
 
 if TYPE_CHECKING:
+    from trainer.parallel.expert_state import ExpertState
     from trainer.parallel.groups import Groups
 
 _log = logger("engine")
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """Mean loss per label token of the global batch, and the gradient's 2-norm before clipping."""
+    """Mean loss per label token of the global batch, and the gradient's 2-norm before clipping; what experts did."""
 
     loss: float
     grad_norm: float
+    experts: ExpertStats | None = None
 
 
 class Engine:
     """One optimizer step at a time over the micro-batches of this rank."""
 
     def __init__(
-        self, ranks: Ranks, engine: Any, micro_batches: int, clipping: "Clipping | None", vocabulary: Vocabulary
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        engine: Any,
+        clipping: "Clipping | None",
+        vocabulary: Vocabulary,
+        experts: "ExpertState | None",
     ) -> None:
-        self._ranks, self._engine, self._micro_batches = ranks, engine, micro_batches
+        self._ranks, self._engine, self._micro_batches = ranks, engine, micro_batches_per_rank(config)
         self._clipping, self._vocabulary = clipping, vocabulary
+        self._decoder, self._experts = config.model.decoder, experts
 
     def train_batch(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
         """Pull this rank's micro-batches of one global batch (none on a middle stage) and take one step."""
         set_lr(self._engine.optimizer.param_groups, lr)
         whole = self._ranks.mesh.pipe == 1
         loss = self._accumulate(micro_batches) if whole else float(self._engine.train_batch(data_iter=micro_batches))
-        return StepResult(loss, self._grad_norm())
+        return StepResult(loss, self._grad_norm(), collect(self._engine.module, self._decoder, self._ranks))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters (its stage, its slices), named as in the whole model."""
@@ -67,7 +78,10 @@ class Engine:
 
     def save(self, folder: Path, tag: str) -> None:
         """Write this rank's share of weights and optimizer state into `folder / tag`."""
-        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        with self._experts.hidden(self._engine) if self._experts else contextlib.nullcontext():
+            self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        if self._experts:
+            self._experts.save(self._engine, folder / tag)
 
     def load(self, folder: Path, tag: str) -> None:
         """Read what `save` wrote, in the same layout.
@@ -75,9 +89,12 @@ class Engine:
         Raises:
             CheckpointError: DeepSpeed finds nothing to load there.
         """
-        found, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+        with self._experts.hidden(self._engine) if self._experts else contextlib.nullcontext():
+            found, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if found is None:
             raise CheckpointError(f"DeepSpeed cannot load checkpoint {folder / tag}")
+        if self._experts:
+            self._experts.load(self._engine, folder / tag)
 
     def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> float:
         total = torch.zeros((), device=self._ranks.device)
@@ -137,19 +154,23 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     backend = choose_backend(ranks.device, dtype, build.head_sizes(config))
     with quiet_deepspeed():
-        groups = _groups(ranks)
+        groups, experts = _groups(ranks), _experts(ranks)
         vocabulary: Vocabulary = groups.tensor if groups else WHOLE
         model = _model(config, ranks, backend, vocabulary)
         load_initial(model, config)
-        _split(model, groups)
+        _split(model, groups, experts)
+        weigh_losses(model, 1 / micro_batches_per_rank(config))
         optimizer = build_optimizer(model, config.train.optim)
-        clipping = _clipping(config, ranks, model, optimizer, groups) if config.train.zero_stage == 0 else None
+        clipping = _clipping(config, ranks, model, optimizer) if config.train.zero_stage == 0 else None
         mpu = None if isinstance(model, Pipeline) else groups
         settings = deepspeed_config(config)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+        with experts.shown(model, optimizer) if experts else contextlib.nullcontext():
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+        if experts and not clipping:
+            experts.own_norm(engine.optimizer)
     if ranks.is_main:
         _log.info("%s, %s, attention by %s", type(engine).__name__, type(engine.optimizer).__name__, backend)
-    return Engine(ranks, engine, micro_batches_per_rank(config), clipping, vocabulary)
+    return Engine(config, ranks, engine, clipping, vocabulary, experts)
 
 
 @contextlib.contextmanager
@@ -203,11 +224,22 @@ def _groups(ranks: Ranks) -> "Groups | None":
     return make_groups(ranks.mesh, ranks.rank)
 
 
-def _split(model: nn.Module, groups: "Groups | None") -> None:
+def _experts(ranks: Ranks) -> "ExpertState | None":
+    if ranks.mesh.expert == 1:
+        return None
+    from trainer.parallel.expert import make_expert_group
+    from trainer.parallel.expert_state import ExpertState
+
+    return ExpertState(make_expert_group(ranks.mesh, ranks.rank))
+
+
+def _split(model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
     if groups:
         from trainer.parallel.tensor import split
 
         split(model, groups.tensor)
+    if experts:
+        experts.split(model)
 
 
 def _model(config: RunConfig, ranks: Ranks, backend: Backend, vocabulary: Vocabulary) -> nn.Module:
@@ -225,19 +257,17 @@ def _model(config: RunConfig, ranks: Ranks, backend: Backend, vocabulary: Vocabu
     )
 
 
-def _clipping(
-    config: RunConfig, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, groups: "Groups | None"
-) -> Clipping:
-    unit = model.mpu() if isinstance(model, Pipeline) else groups
+def _clipping(config: RunConfig, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> Clipping:
+    mesh, coords = ranks.mesh, ranks.coords
 
-    def over_parts(squares: Tensor) -> Tensor:
-        if unit:
-            dist.all_reduce(squares, group=unit.get_model_parallel_group())
+    def over_ranks(squares: Tensor) -> Tensor:
+        dist.all_reduce(squares)
         return squares
 
     def counts(parameter: Tensor) -> bool:
-        return ranks.coords.tensor == 0 or getattr(parameter, "tensor_model_parallel", False)
+        first = coords.data < (1 if getattr(parameter, "allreduce", True) else mesh.expert)
+        return first and (coords.tensor == 0 or getattr(parameter, "tensor_model_parallel", False))
 
-    clipping = Clipping(list(model.parameters()), config.train.optim.clip, over_parts, counts)
+    clipping = Clipping(list(model.parameters()), config.train.optim.clip, over_ranks, counts)
     optimizer.register_step_pre_hook(clipping)
     return clipping

@@ -60,8 +60,8 @@ def clip_gradients(
     parameter, because one that several of them hold is counted once.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    squares = torch.stack([p.grad.float().square().sum() for p in parameters if p.grad is not None and counts(p)]).sum()
-    norm = float(add_up(squares).sqrt())
+    squares = [p.grad.float().square().sum() for p in parameters if p.grad is not None and counts(p)]
+    norm = float(add_up(torch.stack([torch.zeros((), device=parameters[0].device), *squares]).sum()).sqrt())
     if 0 < clip < norm:
         torch._foreach_mul_(gradients, clip / (norm + 1e-6))
     return norm

@@ -2,7 +2,7 @@
 
 Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or `LOPSIDED`), `steps`, and for checkpoints
 `checkpoints` (a folder), `save_every`, `resume`. Data-parallel rank d of n takes micro-batches d, d + n, ... Report:
-case -> first step, losses and grad norms; weights go to `<case>-<rank>.npz`.
+case -> first step, losses, grad norms and what experts did; weights go to `<case>-<rank>.npz`.
 """
 
 import json
@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from shared.batch import Cursor
@@ -43,18 +44,19 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     store = Checkpoints(Path(task.get("checkpoints", out)), ranks, signature_of(config), keep=100)
     saved = store.load_newest(engine) if task.get("resume") else None
     first = saved.step if saved else 0
-    losses, norms = [], []
+    losses, norms, experts = [], [], []
     for step in range(first, task["steps"]):
         batches = packs.global_batch(config, getattr(packs, task["plans"]), seed=step)
         share = batches[ranks.coords.data :: ranks.mesh.data]
         result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        experts.append(msgspec.to_builtins(result.experts))
         if task.get("save_every") and (step + 1) % task["save_every"] == 0:
             store.save(engine, step + 1, Cursor(0, step + 1, 0))
     weights = {name: p.detach().float().numpy() for name, p in engine.named_parameters()}
     np.savez(f"{out}-{ranks.rank}.npz", **weights)
-    return {"first": first, "losses": losses, "norms": norms}
+    return {"first": first, "losses": losses, "norms": norms, "experts": experts}
 
 
 if __name__ == "__main__":

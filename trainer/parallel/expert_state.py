@@ -1,0 +1,145 @@
+"""Expert parallelism under DeepSpeed: which parameters it reduces over whom, the gradient's norm, and saved experts.
+
+DeepSpeed reduces parameters marked `allreduce = False` over the ranks registered for their `group_name`, and divides
+by all data ranks, which is right. Three things it does not do rightly for a model of our own are done here. It looks
+for layers of its own class to learn that there are experts (`shown`). It computes norms group of parameters by group
+of parameters, each with collectives over all stages, which a stage without experts would never join (`own_norm`).
+And its checkpoints know the experts of its own layers alone (`save`).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.utils import groups as known_groups
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trainer.parallel.expert import NAME, ExpertGroup, is_expert, split_experts
+
+
+class _Mark(MoE):
+    """Tells DeepSpeed that a model has experts, and does nothing else."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.num_experts = 0
+
+    def set_deepspeed_parallelism(self, *args: object) -> None:
+        """Groups are registered already."""
+
+
+class ExpertState:
+    """What DeepSpeed is told of the experts, and what is kept of them."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._group = group
+
+    def split(self, model: nn.Module) -> None:
+        """Keep this rank's experts of the model."""
+        split_experts(model, self._group)
+
+    @contextlib.contextmanager
+    def shown(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """While DeepSpeed takes the model over: register the groups, and give experts a parameter group of their own.
+
+        A stage without experts is a dense one to DeepSpeed.
+        """
+        known_groups._EXPERT_PARALLEL_GROUP[NAME] = self._group.group
+        known_groups._EXPERT_DATA_PARALLEL_GROUP[NAME] = self._group.replicas
+        if not any(is_expert(parameter) for parameter in model.parameters()):
+            yield
+            return
+        _separate(optimizer)
+        model.add_module(NAME, _Mark())
+        try:
+            yield
+        finally:
+            delattr(model, NAME)
+
+    def own_norm(self, optimizer: Any) -> None:
+        """Let one of DeepSpeed's optimizers compute the gradient's norm with every element counted once.
+
+        Stages without experts take the same way as the others, so that all find the same bits.
+        """
+        if isinstance(optimizer, BF16_Optimizer):
+            if not optimizer.has_moe_layers:
+                optimizer.has_moe_layers, optimizer.expert_gradients = True, {}
+            optimizer.get_grads_for_norm = with_expert_norm(optimizer.get_grads_for_norm, self._group)
+        else:
+            optimizer.scaled_global_norm = lambda: partitioned_norm(optimizer)
+
+    @contextlib.contextmanager
+    def hidden(self, engine: Any) -> Iterator[None]:
+        """While DeepSpeed saves or loads: it takes experts for parameters like others."""
+        before, engine.has_moe_layers = engine.has_moe_layers, False
+        try:
+            yield
+        finally:
+            engine.has_moe_layers = before
+
+    def save(self, engine: Any, folder: Path) -> None:
+        """Write this rank's experts and, without ZeRO, their optimizer state; one of each set of replicas does."""
+        held = {name: tensor.contiguous() for name, tensor in _held(engine)}
+        if held and dist.get_rank(self._group.replicas) == 0:
+            save_file(held, folder / self._file_name)
+
+    def load(self, engine: Any, folder: Path) -> None:
+        """Read back what `save` wrote, after DeepSpeed has given every rank the first one's experts."""
+        held = dict(_held(engine))
+        saved = load_file(folder / self._file_name) if held else {}
+        for name, tensor in held.items():
+            tensor.copy_(saved[name])
+
+    @property
+    def _file_name(self) -> str:
+        return f"experts-{dist.get_global_rank(self._group.replicas, 0):05d}.safetensors"
+
+
+def partitioned_norm(optimizer: Any) -> Tensor:
+    """2-norm over the partitions of all ranks, which are disjoint; infinite where a gradient is not finite."""
+    squares = torch.zeros((), device=optimizer.device)
+    for place in range(len(optimizer.bit16_groups)):
+        pieces = (g for g in optimizer.averaged_gradients[place] if not getattr(g, "_zero_padding", False))
+        squares += sum(piece.float().square().sum() for piece in pieces)
+    dist.all_reduce(squares)
+    return torch.where(squares.isfinite(), squares.sqrt(), torch.inf)
+
+
+def with_expert_norm(original: Any, group: ExpertGroup) -> Any:
+    """A BF16_Optimizer's `get_grads_for_norm` that hands the experts' norm, over their group, on as one more scalar."""
+
+    def gradients(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return original(for_clipping=True)
+        whole, experts = original()
+        held = experts.get(NAME)
+        if not held:
+            return whole, {}
+        squares = torch.stack([gradient.float().square().sum() for gradient in held]).sum()
+        dist.all_reduce(squares, group=group.group)
+        return [*whole, squares.sqrt()], {}
+
+    return gradients
+
+
+def _held(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in engine.module.named_parameters():
+        if is_expert(parameter):
+            yield name, parameter.detach()
+            for key, value in engine.optimizer.state.get(parameter, {}).items():
+                yield f"{name}.{key}", value
+
+
+def _separate(optimizer: torch.optim.Optimizer) -> None:
+    for settings in list(optimizer.param_groups):
+        experts = [parameter for parameter in settings["params"] if is_expert(parameter)]
+        if experts:
+            settings["params"] = [parameter for parameter in settings["params"] if not is_expert(parameter)]
+            own = {key: value for key, value in settings.items() if key != "params"}
+            optimizer.add_param_group({**own, "params": experts, "moe": True, "name": NAME})
