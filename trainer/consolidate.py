@@ -39,9 +39,9 @@ def read_checkpoint(config: RunConfig, folder: Path) -> dict[str, Tensor]:
     asked = msgspec.structs.replace(signature_of(config), data=saved.data, training=saved.training)
     check_signature(folder.name, saved, asked)
     mesh, stage = config.mesh, config.train.zero_stage
-    if mesh.tensor > 1 or stage > 2 or (mesh.pipe > 1 and stage == 0):
+    if mesh.tensor > 1 or mesh.expert > 1 or stage > 2 or (mesh.pipe > 1 and stage == 0):
         text = f"{folder.name} cannot be exported: its layout is {saved.layout}"
-        raise CheckpointError(f"{text}; tensor 1 and ZeRO 1 or 2 can (or 0 with pipe 1)")
+        raise CheckpointError(f"{text}; tensor 1, expert 1 and ZeRO 1 or 2 can (or 0 with pipe 1)")
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("mp_rank_*_model_states.pt")):
         states = _load(path)

@@ -51,10 +51,12 @@ class Display(AbstractContextManager["Display"]):
 
 
 def in_words(line: StepLine) -> str:
-    """Loss, gradient norm, speed and waits in one line."""
+    """Loss, gradient norm, speed, waits and, where there are experts, their load in one line."""
+    experts = line.experts
+    words = f"  busiest expert {experts.load_max:.2f}x  dropped {experts.dropped_share:.1%}" if experts else ""
     return (
         f"loss {line.loss:.4f}  grad norm {line.grad_norm:.3f}  {line.tokens_per_s:,.0f} tokens/s  "
-        f"wait p50 {line.wait_p50_ms:.2f} ms p99 {line.wait_p99_ms:.2f} ms"
+        f"wait p50 {line.wait_p50_ms:.2f} ms p99 {line.wait_p99_ms:.2f} ms{words}"
     )
 
 

@@ -13,11 +13,12 @@ import msgspec
 
 from shared.batch import Cursor
 from shared.consumed import Consumed
+from trainer.expert_stats import ExpertStats
 
 METRICS = "metrics.jsonl"
 
 
-class StepLine(msgspec.Struct, frozen=True):
+class StepLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One step: a line of `metrics.jsonl`. Counts are of the whole global batch, waits of rank 0 since it started."""
 
     step: int
@@ -30,6 +31,7 @@ class StepLine(msgspec.Struct, frozen=True):
     tokens_per_s: float
     wait_p50_ms: float
     wait_p99_ms: float
+    experts: ExpertStats | None = None
 
 
 class Lines:

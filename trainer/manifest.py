@@ -53,7 +53,8 @@ REMEDIES = {
 def signature_of(config: RunConfig) -> Signature:
     """The signature of a run file's checkpoints."""
     mesh, train = config.mesh, config.train
-    layout = f"pipe {mesh.pipe}, data {mesh.data}, tensor {mesh.tensor}, ZeRO {train.zero_stage}"
+    expert = f", expert {mesh.expert}" if mesh.expert > 1 else ""
+    layout = f"pipe {mesh.pipe}, data {mesh.data}, tensor {mesh.tensor}{expert}, ZeRO {train.zero_stage}"
     model = hashlib.sha256(msgspec.json.encode(config.model)).hexdigest()[:16]
     return Signature(layout, digest(config.data), model, f"{train.precision} {train.optim.name}")
 

@@ -23,6 +23,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.client import LoaderClient
 from trainer.display import Display, show_summary
 from trainer.engine import Engine, StepResult, build_engine
+from trainer.expert_stats import ExpertStats
 from trainer.feed import Feed, Taken, check_same
 from trainer.launch import Ranks
 from trainer.log import Lines, StepLine, consumed_lines, step_lines
@@ -195,7 +196,7 @@ def step_line(
     waits = client.wait_stats().run if client else Waits()
     speed = tokens / step_s
     numbers = (step, result.loss, result.grad_norm, lr, tokens, samples, step_s, speed)
-    return StepLine(*numbers, waits.p50_s * 1e3, waits.p99_s * 1e3)
+    return StepLine(*numbers, waits.p50_s * 1e3, waits.p99_s * 1e3, result.experts)
 
 
 def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
@@ -214,12 +215,24 @@ def observe(line: StepLine, taken: Taken | None) -> None:
     metrics.LOSS.set(line.loss)
     metrics.GRAD_NORM.set(line.grad_norm)
     metrics.STEP_SECONDS.observe(line.step_s)
+    if line.experts:
+        observe_experts(line.experts)
     if taken:
         metrics.TOKENS.inc(taken.tokens)
         metrics.SAMPLES.inc(taken.samples)
         for wait_s, preprocess_s in zip(taken.waits_s, taken.preprocess_s, strict=True):
             metrics.DATA_WAIT_SECONDS.observe(wait_s)
             metrics.PREPROCESS_SECONDS.observe(preprocess_s)
+
+
+def observe_experts(stats: ExpertStats) -> None:
+    """Bring the experts' metrics up to date."""
+    metrics.EXPERT_BALANCE_LOSS.set(stats.balance_loss)
+    metrics.ROUTER_Z_LOSS.set(stats.router_z_loss)
+    metrics.EXPERT_DROPPED_SHARE.set(stats.dropped_share)
+    for place, shares in enumerate(stats.load):
+        for expert, share in enumerate(shares):
+            metrics.EXPERT_LOAD.labels(place, expert).set(share)
 
 
 def saves_at(step: int, every: int) -> bool:

@@ -177,6 +177,9 @@ def config_to_hf(section: PartSection, patch: int, tokens: int) -> dict[str, Any
 
 
 def _decoder_family(section: DecoderSection) -> FamilyName:
+    if section.experts:
+        rule = "cannot be exported: Llama and Qwen2 have no experts"
+        raise ConfigError("model.decoder.experts", section.experts, rule, "export a model without experts")
     if section.qkv_bias and section.head_size * section.heads != section.dim:
         rule = "cannot be exported together with qkv_bias: Qwen2's head size is dim / heads"
         raise ConfigError("model.decoder.head_dim", section.head_dim, rule, "train without one of both")
