@@ -204,7 +204,12 @@ def add_loss(out: Tensor, loss: Tensor, weight: float, note: Callable[[], None])
 
 def grouped_linear(rows_AC: Tensor, weight_EFC: Tensor, counts_E: Tensor) -> Tensor:
     """[A, F]: each run of rows times its expert's weight; one kernel in bf16 on CUDA, a loop elsewhere."""
-    if rows_AC.is_cuda and rows_AC.dtype == torch.bfloat16 and len(rows_AC):
+    if rows_AC.is_cuda and rows_AC.dtype == torch.bfloat16 and len(rows_AC) and _aligned(weight_EFC):
         return F.grouped_mm(rows_AC, weight_EFC.transpose(1, 2), offs=counts_E.cumsum(0).int())
     runs = torch.split(rows_AC, counts_E.tolist())
     return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weight_EFC, strict=True)])
+
+
+def _aligned(weight_EFC: Tensor) -> bool:
+    """Whether rows in and out begin at multiples of 16 bytes, as the grouped kernel needs."""
+    return all(size * weight_EFC.element_size() % 16 == 0 for size in weight_EFC.shape[1:])
