@@ -45,6 +45,6 @@ def stats_of(sums: Tensor) -> ExpertStats:
         balance_loss=float((balance / batches).mean()),
         router_z_loss=float((z / batches).mean()),
         load_max=float(shares.max() * asked.shape[1]),
-        dropped_share=float(1 - kept.sum() / asked.sum().clamp(min=1)),
+        dropped_share=float((asked.sum() - kept.sum()) / asked.sum().clamp(min=1)),
         load=tuple(tuple(row) for row in shares.tolist()),
     )
