@@ -253,7 +253,6 @@ def _check_mesh(config: RunConfig) -> None:
     for name in ("pipe", "data", "tensor", "expert"):
         degree = getattr(mesh, name)
         _require(degree >= 1, f"mesh.{name}", degree, "must be at least 1", "set 1 for none")
-    _require(mesh.expert == 1, "mesh.expert", mesh.expert, "must be 1: expert parallelism is not built yet", "set 1")
     rule = f"must divide data.batch.round, {batch.round}, so that all ranks share one shape"
     fit = [d for d in range(1, batch.round + 1) if batch.round % d == 0]
     _require(batch.round % mesh.data == 0, "mesh.data", mesh.data, rule, f"set one of {fit}, or raise round")
@@ -274,6 +273,42 @@ def _check_tensor(config: RunConfig) -> None:
     stage = config.train.zero_stage
     rule = "is not proven with tensor parallelism"
     _require(degree == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.tensor=1")
+
+
+def _check_experts(config: RunConfig) -> None:
+    decoder = config.model.decoder
+    low = {"experts": 0, "expert_mlp": 0, "expert_every": 1, "experts_per_token": 1}
+    low |= {"capacity_factor": 0, "balance_loss": 0, "router_z_loss": 0}
+    for name, least in low.items():
+        value = getattr(decoder, name)
+        ok = math.isfinite(value) and value >= least
+        _require(ok, f"model.decoder.{name}", value, f"must be at least {least}", f"set {least} or more")
+    if decoder.experts:
+        rule = f"must be at most model.decoder.experts, {decoder.experts}"
+        ok = decoder.experts_per_token <= decoder.experts
+        _require(ok, "model.decoder.experts_per_token", decoder.experts_per_token, rule, "lower it")
+        rule = f"must be at most model.decoder.depth, {decoder.depth}, or no block has experts"
+        ok = decoder.expert_every <= decoder.depth
+        _require(ok, "model.decoder.expert_every", decoder.expert_every, rule, "lower it, or set experts to 0")
+
+
+def _check_expert_mesh(config: RunConfig) -> None:
+    mesh, experts, stage = config.mesh, config.model.decoder.experts, config.train.zero_stage
+    rule = "cannot be combined with model.decoder.experts: experts are not cut over tensor ranks"
+    _require(mesh.tensor == 1 or not experts, "mesh.tensor", mesh.tensor, rule, "set 1, and use mesh.expert")
+    if mesh.expert == 1:
+        return
+    rule = "needs experts to share out: model.decoder.experts is 0"
+    _require(experts > 0, "mesh.expert", mesh.expert, rule, "set 1, or give the decoder experts")
+    rule = f"must divide model.decoder.experts, {experts}: each rank of a group holds as many"
+    _require(experts % mesh.expert == 0, "mesh.expert", mesh.expert, rule, "lower it, or change the experts")
+    rule = f"must divide mesh.data, {mesh.data}: an expert group is a part of a data group"
+    fit = [d for d in range(1, mesh.data + 1) if mesh.data % d == 0 and experts % d == 0]
+    _require(mesh.data % mesh.expert == 0, "mesh.expert", mesh.expert, rule, f"set one of {fit}, or raise mesh.data")
+    rule = "is not proven with expert parallelism"
+    _require(stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.expert=1")
+    offload = config.train.offload_optimizer
+    _require(not offload, "train.offload_optimizer", offload, rule, "set false, or mesh.expert=1")
 
 
 WAITS = (("heartbeat_s", "lease_s"), ("heartbeat_s", "drain_s"), ("drain_s", "grace_s"), ("read_s", "worker_s"))
@@ -378,6 +413,8 @@ RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_skips,
     _check_mesh,
     _check_tensor,
+    _check_experts,
+    _check_expert_mesh,
     _check_waits,
     _check_jobs,
     _check_lanes,
