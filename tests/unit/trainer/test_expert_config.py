@@ -31,7 +31,7 @@ def refusal(tmp_path: Path, *overrides: str, **changes: dict[str, Any]) -> str:
         (["mesh.data=2", "mesh.expert=2", "train.zero_stage=2"], "is not proven with expert parallelism; set 0 or 1"),
         (
             ["mesh.data=2", "mesh.expert=2", "train.offload_optimizer=true"],
-            "is not proven with expert parallelism; set fal",
+            "is not proven with expert parallelism; set",
         ),
         (["mesh.tensor=2"], "cannot be combined with model.decoder.experts"),
         (["mesh.expert=0"], "mesh.expert (0) must be at least 1"),
