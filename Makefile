@@ -6,15 +6,18 @@ MINUTES ?= 30
 STEPS ?= 50000
 SEED ?= 0
 
-.PHONY: demo test parity soak fuzz lint clean help
+.PHONY: demo test test-slow parity bench-loader soak fuzz lint clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: .venv/installed   ## the main job: daemon + deepspeed trainer on real media, a few minutes on a CPU
 	$(BIN)/python -m deploy.demo.run
 
-test: .venv/installed   ## every test that this machine can run
-	$(BIN)/python -m pytest
+test: .venv/installed   ## every test that takes seconds, a quarter of an hour on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/installed   ## the others: whole runs and layouts of several processes
+	$(BIN)/python -m pytest -m slow
 
 parity: .venv/installed   ## every layout against one process, as a table of differences, some ten minutes
 	$(BIN)/python -m tests.bench.parity
@@ -24,6 +27,9 @@ soak: .venv/installed   ## 50,000 steps (STEPS=, SEED=) while processes are kill
 
 fuzz: .venv/installed   ## damage of every kind against real daemons, 30 minutes (MINUTES=, SEED=)
 	$(BIN)/python -m tests.bench.fuzz_loader --minutes $(MINUTES) --seed $(SEED)
+
+bench-loader: .venv/installed   ## the loader beside its peers on two cores, some ten minutes; BENCH=--quick shows that it works
+	$(BIN)/python -m tests.bench.loader $(BENCH)
 
 lint: .venv/installed   ## style and types
 	$(BIN)/ruff check .
@@ -36,4 +42,4 @@ lint: .venv/installed   ## style and types
 	touch $@
 
 clean:           ## remove the environment, the demo's data and its runs
-	rm -rf .venv demo-data runs
+	rm -rf .venv .venv-peers demo-data runs

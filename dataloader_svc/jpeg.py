@@ -1,8 +1,8 @@
 """JPEG decoded no larger than it is needed.
 
 libjpeg-turbo's scaled inverse DCT yields 1/2, 1/4 or 1/8 of the sides for a fraction of a full decode's time (its other
-scales are slow). What is at least twice as large as its bucket takes this path on a CPU; the rest of the way down is an
-area resize. Anything out of the ordinary (CMYK, oddities that libjpeg repairs) is left to the full decoder; a picture
+scales are slow). What is at least twice as large as its bucket is reduced so on a CPU, the rest decoded whole; a resize
+goes the rest of the way. Anything out of the ordinary (CMYK, oddities that libjpeg repairs) is left to DALI; a picture
 whose data ends too early is refused here, because DALI shows it half grey when it has an end marker, and libjpeg's
 word for that goes to standard error (`native.py`): `damage` reads it.
 """
@@ -27,7 +27,7 @@ def reduction(size: tuple[int, int], needed: tuple[int, int]) -> int:
 
 
 def decode_reduced(blob: bytes, factor: int) -> Pixels | None:
-    """The picture as stored (no EXIF applied) at 1 / `factor` of its sides, RGB; None: ask the full decoder.
+    """The picture as stored (no EXIF applied) at 1 / `factor` (1, 2, 4, 8) of its sides, RGB; None: ask DALI.
 
     Raises:
         SampleError: `truncated_image`.

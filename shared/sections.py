@@ -129,7 +129,8 @@ class JobSection(Section, frozen=True):
 
 
 class LoaderSection(Section, frozen=True):
-    """The daemon on one node. `jpeg: reduced` decodes a JPEG at 1/2, 1/4 or 1/8 where that is enough for its bucket.
+    """The daemon on one node. `jpeg: reduced` decodes a JPEG on a CPU in the fastest way: at 1/2, 1/4 or 1/8 where that
+    is enough for its bucket, with a bilinear last step below a shrink of 1.5. `full`: whole, by DALI, and area resize.
 
     `endpoint` is this node's daemon; `listen` a second address it serves, tcp://HOST:PORT, for readers elsewhere.
     `endpoints` are the daemons that a trainer reads from, by default `endpoint` alone: data rank r begins with number

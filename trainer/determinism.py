@@ -1,26 +1,17 @@
-"""The same bits in every run: algorithms whose sums have one order, and seeds.
+"""The same bits in every run: algorithms whose sums have one order.
 
 With one layout, one kind of machine and the same libraries, losses, gradient norms and weights of two runs are then
 equal to the last bit. It costs speed on a GPU. Another layout or another GPU may round otherwise.
 """
 
 import os
-import random
 
-import numpy as np
 import torch
 
 from shared.errors import ConfigError
 
 WORKSPACES = (":4096:8", ":16:8")
 """The settings of CUBLAS_WORKSPACE_CONFIG with which cuBLAS is deterministic."""
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def use_deterministic_algorithms() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shared.errors import ConfigError
 from shared.mesh import Coords, Mesh, mesh_of
 from shared.sections import RunConfig
-from trainer.determinism import seed_everything, use_deterministic_algorithms
+from trainer.determinism import use_deterministic_algorithms
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -110,7 +110,7 @@ def join(config: RunConfig) -> Ranks:
     backend = "nccl" if kind == "cuda" else "gloo"
     longest_s = max(2 * config.train.wait_s, config.train.checkpoint.write_s)
     dist.init_process_group(backend, timeout=timedelta(seconds=longest_s + 60))
-    seed_everything(config.train.seed)
+    torch.manual_seed(config.train.seed)
     return Ranks(mesh, dist.get_rank(), device)
 
 

@@ -18,7 +18,8 @@ from skimage import data
 
 from dataloader_svc import decode, headers
 from shared.batch import Bucket
-from tests.bench.main_job import hardware, table
+from tests.bench.main_job import hardware
+from tests.bench.report import table
 
 BUCKET = Bucket(336, 336)
 SIZES = ((640, 480), (1024, 768), (2048, 1536))

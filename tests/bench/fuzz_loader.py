@@ -216,8 +216,9 @@ def run(minutes: float, seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> tup
 def report(tallies: dict[str, Tally], failures: list[str], command: str) -> list[str]:
     """The result as Markdown."""
     lines = ["# Loader under damage", "", f"{today()}, {machine()}; `{command}`", ""]
-    rows = [(kind, what, count) for kind, tally in tallies.items() for what, count in tally.items()]
-    lines += table(("kind", "what was tried and what came back", "count"), rows)
+    names = ("kind", "what was tried and what came back", "count")
+    counts = [(kind, what, str(count)) for kind, tally in tallies.items() for what, count in tally.items()]
+    lines += table([dict(zip(names, row, strict=True)) for row in counts])
     lines += ["", f"{len(failures)} rounds in which a law did not hold.", ""]
     return lines + [f"    {line}" for failure in failures for line in failure.splitlines()]
 

@@ -29,6 +29,7 @@ from scipy.signal import resample_poly
 from deploy.demo.run import CONFIG, ROOT, RUN, daemon
 from shared.config import endpoint, load
 from shared.sections import RunConfig
+from tests.bench.report import table
 from trainer.batches import Batch
 from trainer.client import LoaderClient
 from trainer.preprocess import DeviceBatch, Preprocessor
@@ -144,14 +145,6 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> tuple[int, torch.Tensor, 
     clips = [s["clip"] for s in samples if "clip" in s]
     padded = torch.nn.utils.rnn.pad_sequence(clips, batch_first=True) if clips else torch.empty(0, 0)
     return len(samples), torch.stack(images) if images else torch.empty(0, 3, SIDE, SIDE), padded
-
-
-def table(rows: list[dict[str, str]]) -> Iterator[str]:
-    """A Markdown table."""
-    yield "| " + " | ".join(rows[0]) + " |"
-    yield "| " + " | ".join("---" for _ in rows[0]) + " |"
-    for row in rows:
-        yield "| " + " | ".join(row.values()) + " |"
 
 
 def hardware() -> str:

@@ -45,11 +45,13 @@ def report(outcome: Outcome, command: str) -> list[str]:
     lines[-1] += f"{outcome.seconds:.0f} s ({outcome.steps / outcome.seconds:.0f} steps/s, restarts included)."
     lines += [f"SIGKILLs: {killed or 'none'}. Longest standstill of the slowest reader: {outcome.stall_s:.1f} s.", ""]
     lines += table(
-        ("law", "holds", "found"),
-        [(law, "yes" if holds else "**no**", found.split("\n")[0]) for law, holds, found in outcome.verdicts],
+        [
+            {"law": law, "holds": "yes" if holds else "**no**", "found": found.split("\n")[0]}
+            for law, holds, found in outcome.verdicts
+        ]
     )
     lines += ["", "## What the processes held", "", *_plots(outcome.samples), ""]
-    lines += table(("step", "s", *COLUMNS), _rows(outcome.samples))
+    lines += table(list(_rows(outcome.samples)))
     return lines
 
 
@@ -62,6 +64,7 @@ def _plots(samples: list[Sample]) -> Iterator[str]:
     yield "```"
 
 
-def _rows(samples: list[Sample]) -> Iterator[tuple[object, ...]]:
+def _rows(samples: list[Sample]) -> Iterator[dict[str, str]]:
     for sample in samples[:: max(1, len(samples) // ROWS)]:
-        yield (sample.step, round(sample.seconds), *(value(sample) for value in COLUMNS.values()))
+        values = {name: str(value(sample)) for name, value in COLUMNS.items()}
+        yield {"step": str(sample.step), "s": f"{sample.seconds:.0f}", **values}

@@ -4,7 +4,6 @@ Variants of one run file, one after the other on one machine, each with a loader
 `deepspeed` launcher and `trainer bench`. The last one is long, with small global batches, and shows the loss.
 """
 
-import datetime
 import os
 import subprocess
 import tempfile
@@ -17,7 +16,8 @@ import typer
 
 from deploy.demo.run import DEEPSPEED, ROOT, free_port
 from shared.config import load
-from tests.bench.main_job import hardware, table
+from tests.bench.main_job import hardware
+from tests.bench.report import table, today
 from tests.support.daemons import serving
 from trainer.bench import Numbers
 
@@ -103,8 +103,7 @@ def main(
             found[variant.name] = measure(variant, config, Path(folder) / key, options, *counts)
             typer.echo(f"{variant.name}: {found[variant.name]}")
     rows = [row(name, numbers) for name, numbers in found.items() if isinstance(numbers, Numbers)]
-    today = datetime.datetime.now(datetime.UTC).date()
-    lines = [f"# The trainer on {config.stem}", "", f"{today}, {hardware()}"]
+    lines = [f"# The trainer on {config.stem}", "", f"{today()}, {hardware()}"]
     lines += [f"Overrides: `{' '.join(override or []) or 'none'}`", "", *(table(rows) if rows else []), ""]
     lines += [f"{name} failed: {text.splitlines()[-1]}" for name, text in found.items() if isinstance(text, str)]
     out.write_text("\n".join(lines))

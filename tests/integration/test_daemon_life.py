@@ -117,7 +117,9 @@ def test_too_many_bad_samples_stop_the_daemon_loudly(tmp_path: Path) -> None:
     ("override", "text"),
     [
         ("loader.slots_per_stream=100000000", "must fit the"),
-        ("loader.endpoint=tcp://0.0.0.0:7000", "must be ipc://PATH, or tcp://127.0.0.1:PORT"),
+        ("loader.endpoint=tcp://0.0.0.0:7000", "is open to the network, which needs keys"),
+        ("loader.endpoint=udp://127.0.0.1:7000", "must be ipc://PATH or tcp://HOST:PORT"),
+        ("loader.keys_dir=/no/such/folder", "has no .public file of a reader"),
         ("loader.endpoint=ipc:///tmp/" + "x" * 120, "a Unix socket takes at most 107"),
         ("loader.endpoint=ipc:///no/such/folder/a.sock", "which is no folder"),
         ("data.datasets=[]", "must name at least one dataset"),

@@ -157,7 +157,7 @@ def test_a_slot_is_not_used_again_while_a_slow_reader_is_sent_it(tmp_path: Path)
         wait_until(lambda: watched.metric("loader_batches_sent_total") == 5, "its frames are on their way")
         slow.send(Bye())
         wait_until(lambda: watched.metric("loader_clients") == 0, "it has left")
-        assert watched.metric("loader_job_slots") > 0
+        wait_until(lambda: watched.metric("loader_job_slots") > 0, "slots are still being sent")
         with RawReader(config) as quick:
             quick.join()
             quick.read(18)
@@ -173,9 +173,9 @@ def test_a_frozen_reader_gives_its_slots_back_when_its_lease_ends(tmp_path: Path
     path, config = make_run(tmp_path, loader=loader, data=LARGE)
     with serving(path) as daemon, frozen_reader(path, address):
         watched = Site(path, config, daemon)
-        assert watched.metric("loader_job_slots") == 4
+        wait_until(lambda: watched.metric("loader_job_slots") == 4, "every slot is taken")
         wait_until(lambda: watched.metric("loader_clients") == 0, "its session ends")
-        assert watched.metric("loader_job_slots") > 0
+        wait_until(lambda: watched.metric("loader_job_slots") > 0, "slots are still being sent")
         wait_until(lambda: watched.metric("loader_job_slots") == 0, "what it was sent is given up")
 
 
@@ -203,7 +203,7 @@ def test_a_job_that_is_stuck_or_greedy_starves_no_other(tmp_path: Path) -> None:
         assert (refused.code, "streams of job test" in refused.text) == ("no_slots", True)
         good.join()
         assert [(b.batch_id, b.checksum) for b in good.read(24)] == alone
-        assert site.metric("loader_job_slots", job="test") == 3
+        wait_until(lambda: site.metric("loader_job_slots", job="test") == 3, "the stuck job holds its own slots")
         good.bye()
         with RawReader(other) as again:
             again.join(held[1].cursor)

@@ -2,6 +2,7 @@
 
 import io
 
+import cv2
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ def test_the_reduction_is_the_largest_that_still_covers(size: tuple[int, int], f
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("side", [200, 431, 1000])
+@pytest.mark.parametrize("side", [90, 200, 431, 1000])
 def test_every_orientation_shows_as_a_full_decode_does(orientation: int, side: int) -> None:
     reduced, full = both(photo(side, side * 2 // 3, seed=orientation, orientation=orientation))
     assert reduced.shape == full.shape == (64, 96, 3)
@@ -51,11 +52,31 @@ def test_a_large_picture_really_takes_the_reduced_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "blob", [photo(90, 60), photo(400, 300, form="PNG"), photo(400, 300, form="WEBP"), cmyk(400, 300)]
+    "blob", [photo(400, 300, form="PNG"), photo(400, 300, form="WEBP"), cmyk(400, 300), cmyk(90, 60)]
 )
-def test_what_is_small_or_unusual_is_decoded_whole_bit_for_bit(blob: bytes) -> None:
+def test_what_is_no_plain_jpeg_is_decoded_whole_bit_for_bit(blob: bytes) -> None:
     reduced, full = both(blob)
     assert np.array_equal(reduced, full)
+
+
+@pytest.mark.parametrize("side", [100, 800])
+def test_a_picture_of_another_size_than_its_header_was_read_to_promise_is_refused(side: int) -> None:
+    verdict = decode.decode_smaller(photo(side, side), (side, side + 8), BUCKET)
+    assert isinstance(verdict, SampleError) and verdict.reason == "size_mismatch"
+
+
+def test_a_small_shrink_is_bilinear_and_a_large_one_by_area() -> None:
+    stripes = np.zeros((600, 600, 3), np.uint8)
+    stripes[::2] = 255
+    bucket, mean = Bucket(300, 300), 127.5
+    assert np.ptp(decode.fit(stripes, bucket, 2.0)) == 0 and abs(decode.fit(stripes, bucket, 2.0).mean() - mean) <= 1
+    assert np.array_equal(decode.fit(stripes, Bucket(450, 450), 1.5), cv2_linear(stripes, 450))
+    assert not np.array_equal(decode.fit(stripes, Bucket(450, 450)), cv2_linear(stripes, 450))
+
+
+def cv2_linear(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+    resized: NDArray[np.uint8] = cv2.resize(pixels, (side, side), interpolation=cv2.INTER_LINEAR)
+    return resized
 
 
 def test_grey_pictures_become_rgb() -> None:

@@ -90,7 +90,7 @@ def test_one_pack_of_two_gives_the_logits_of_two_separate_runs(name: str) -> Non
     segments = torch.tensor([1] * 17 + [2] * 30)
     bounds = torch.tensor([0, 17, 47], dtype=torch.int32)
     with torch.no_grad():
-        passed: Any = embedding(torch.cat([one, two])), positions, segments, bounds
+        passed: Any = embedding(torch.cat([one, two])), positions, segments, bounds, torch.zeros_like(segments)
         for place in stack.places[1:]:
             passed = getattr(stack, place)(passed)
         wanted = torch.cat([model(input_ids=ids[None]).logits[0] for ids in (one, two)])
