@@ -37,7 +37,7 @@ from trainer.models.gradients import anchored, cut_gradients
 from trainer.models.moe import weigh_losses
 from trainer.models.parts import freeze
 from trainer.nonfinite import GradientWatch, LossFunction, StepResult
-from trainer.optim import build_optimizer, set_lr
+from trainer.optim import build_optimizer, parameter_groups, set_lr
 from trainer.pipeline import cuts
 from trainer.shard import Entry
 from trainer.source import Source
@@ -46,8 +46,6 @@ from trainer.weights import load_initial
 if TYPE_CHECKING:
     from trainer.parallel.expert_state import ExpertState
     from trainer.parallel.groups import Groups
-
-ANCHOR = "anchor"
 
 _log = logger("engine")
 
@@ -90,7 +88,7 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Copies of this rank's parameters (its stage, its slices), named as in the whole model; collective."""
         for name, parameter in self.module.named_parameters():
-            if name != ANCHOR:
+            if not name.startswith("anchors."):
                 with deepspeed.zero.GatheredParameters([parameter]):
                     yield name, parameter.detach().clone()
 
@@ -137,26 +135,29 @@ class Engine:
 class Pipeline(PipelineModule):
     """PipelineModule with our own cuts instead of its partition methods, and stages that may train nothing.
 
-    `add_anchor` gives such a stage one parameter that changes nothing and gets zero gradients: DeepSpeed needs an
-    optimizer everywhere, and an output to go backward from. It is in no checkpoint of weights.
+    DeepSpeed needs an optimizer on every stage, an output to go backward from, and as many parameter groups as on the
+    other stages (ZeRO sums a norm for each over the stages). Where freezing leaves a group of this stage empty,
+    `add_anchors` gives it a parameter that is zero, changes nothing and gets zero gradients. No file of weights has it.
     """
 
     def __init__(self, layers: list[LayerSpec], bounds: list[int], **settings: Any) -> None:
         self.bounds = bounds
         super().__init__(layers, **settings)
-        self.register_parameter(ANCHOR, None)
+        self.anchors = nn.ParameterList()
 
-    def add_anchor(self) -> None:
-        """Where no parameter of this stage is trained: from here on its anchor is."""
-        if not any(parameter.requires_grad for parameter in self.parameters()):
-            self.register_parameter(ANCHOR, nn.Parameter(torch.zeros(1, device=next(self.parameters()).device)))
+    def add_anchors(self) -> None:
+        """One for each empty group: a matrix for the one that decays, a vector for the other."""
+        device = next(self.parameters()).device
+        for group, shape in zip(parameter_groups(self, 0.0), ((1, 1), (1,)), strict=True):
+            if not group["params"]:
+                self.anchors.append(nn.Parameter(torch.zeros(shape, device=device)))
 
     def forward(self, forward_input: Any) -> Any:
         """The stage's output: logits, or a state whose first tensor carries the gradient."""
-        out, anchor = super().forward(forward_input), getattr(self, ANCHOR)
-        if anchor is None:
-            return out
-        return (anchored(out[0], anchor), *out[1:]) if isinstance(out, tuple) else anchored(out, anchor)
+        out = super().forward(forward_input)
+        for anchor in self.anchors:
+            out = (anchored(out[0], anchor), *out[1:]) if isinstance(out, tuple) else anchored(out, anchor)
+        return out
 
     def _partition_layers(self, method: str = "own") -> None:
         self.parts = self.bounds
@@ -234,7 +235,7 @@ def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None", 
     cut_gradients(model, config.model.gradient_cuts)
     recompute(model, recomputed_modules(config))
     if isinstance(model, Pipeline):
-        model.add_anchor()
+        model.add_anchors()
 
 
 def _split(model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:

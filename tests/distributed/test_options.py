@@ -25,6 +25,7 @@ ALONE = {
     "stopped": [*SGD, *STOPPED],
     "frozen-front": [*SGD, *FROZEN],
     "frozen-decoder": ["train.freeze=[decoder]"],
+    "frozen-encoders": ["train.freeze=[vision, audio, vision_projector, audio_projector]"],
 }
 """Names of the runs on one process; a case is compared with the one that its name begins with."""
 
@@ -52,9 +53,10 @@ STAGES = {
     "frozen-front": ALONE["frozen-front"],
     "frozen-decoder": ALONE["frozen-decoder"],
     "frozen-decoder, zero 0": [*ALONE["frozen-decoder"], "train.zero_stage=0"],
+    "frozen-encoders": ALONE["frozen-encoders"],
     "stopped": ALONE["stopped"],
 }
-"""With four stages of one layer each: whole stages that train nothing, at the front and in the middle."""
+"""With four stages of one layer each: stages that train nothing, in front and in the middle, or embeddings alone."""
 
 LAYOUTS = {
     "data2": ((1, 2, 1), EVERYWHERE | SHARDED),

@@ -19,15 +19,20 @@ LAYOUTS = [
     (1, 2, "fp32", 3),
     (2, 2, "bf16", 1),
     (2, 1, "fp32", 0),
+    (1, 2, "bf16", 1, "train.offload_optimizer=true"),
+    (1, 2, "fp32", 2, "train.offload_optimizer=true"),
 ]
 
 pytestmark = pytest.mark.slow
 
 
-def make_task(folder: Path, pipe: int, data: int, precision: str, zero: int, **more: Any) -> dict[str, Any]:
+def make_task(
+    folder: Path, pipe: int, data: int, precision: str, zero: int, *extra: str, **more: Any
+) -> dict[str, Any]:
     """A task of `step_program` with one case."""
     config = run_file(folder, "part-{0..0}.tar", data={"batch": {"micro_batches": 8}})
     sets = [f"mesh.pipe={pipe}", f"mesh.data={data}", f"train.precision={precision}", f"train.zero_stage={zero}"]
+    sets += extra
     task = {"config": str(config), "cases": {"case": sets}, "plans": "MIXED", "steps": STEPS}
     return {**task, "checkpoints": str(folder / "checkpoints"), **more}
 
@@ -41,9 +46,9 @@ def same_weights(one: Path, other: Path, world: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("pipe", "data", "precision", "zero"), LAYOUTS)
-def test_resume_continues_bit_for_bit(tmp_path: Path, pipe: int, data: int, precision: str, zero: int) -> None:
-    world, layout = pipe * data, (pipe, data, precision, zero)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_resume_continues_bit_for_bit(tmp_path: Path, layout: tuple[Any, ...]) -> None:
+    world = layout[0] * layout[1]
     unbroken = run_ranks(PROGRAM, world, tmp_path / "a", make_task(tmp_path, *layout, save_every=4))[0]["case"]
     resumed = run_ranks(PROGRAM, world, tmp_path / "b", make_task(tmp_path, *layout, resume=True))[0]["case"]
     assert resumed["first"] == 4
