@@ -80,7 +80,7 @@ def held(module: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Held]:
     """
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen or "." not in name:
+        if id(tensor) in seen or not name.partition(".")[0].isdigit():
             continue
         seen.add(id(tensor))
         if hasattr(tensor, "ds_id"):
