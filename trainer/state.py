@@ -76,7 +76,7 @@ class Held(msgspec.Struct, eq=False):
 def held(module: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Held]:
     """Everything of a module under DeepSpeed that belongs into a checkpoint; a tied parameter once.
 
-    What is not in a layer (`<place>.<name>`) is no part of the model.
+    What is not in a layer (`<number>.<name>`) is no part of the model.
     """
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():

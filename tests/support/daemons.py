@@ -30,7 +30,8 @@ class Daemon:
         command = [sys.executable, "-m", "dataloader_svc", "serve", "--config", str(config_path)]
         command += ["--ready-file", str(self.ready_file), *extra]
         with self.log_path.open("wb") as log:
-            around = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+            around = {**os.environ, **environment}
+            around["PYTHONPATH"] = os.pathsep.join(filter(None, [around.get("PYTHONPATH"), str(ROOT)]))
             self.process = subprocess.Popen(command, cwd=cwd, env=around, stdout=log, stderr=log)
 
     @property

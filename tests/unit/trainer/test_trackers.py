@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from shared.errors import ConfigError
+from tests.support.daemons import wait_until
 from trainer.expert_stats import ExpertStats
 from trainer.log import StepLine
 from trainer.trackers import OPENERS, numbers, open_tracker
@@ -48,7 +49,7 @@ def test_weights_and_biases_records_offline(tmp_path: Path, monkeypatch: pytest.
     tracker.step(line(0, 3.0))
     tracker.close()
     (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"tokens_per_s" in record.read_bytes()
+    wait_until(lambda: b"tokens_per_s" in record.read_bytes(), "its own process has written the record")
 
 
 def test_a_missing_package_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
