@@ -17,7 +17,8 @@ import msgspec
 import yaml
 
 from shared.batch import batch_spec, groups
-from shared.errors import ConfigError
+from shared.errors import ConfigError, require
+from shared.mesh_rules import MESH_RULES
 from shared.sections import DataSection, ModelPart, RunConfig
 from shared.wire import MAX_PAYLOAD_BYTES
 
@@ -153,20 +154,15 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
-def _require(ok: bool, name: str, value: object, rule: str, remedy: str) -> None:
-    if not ok:
-        raise ConfigError(name, value, rule, remedy)
-
-
 JOB_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
 def _check_job(config: RunConfig) -> None:
     fits = bool(JOB_NAME.fullmatch(config.job))
-    _require(fits, "job", config.job, "must be 1 to 40 letters, digits, - or _", "rename it")
-    _require(bool(config.data.datasets), "data.datasets", "[]", "must name at least one dataset", "add one")
+    require(fits, "job", config.job, "must be 1 to 40 letters, digits, - or _", "rename it")
+    require(bool(config.data.datasets), "data.datasets", "[]", "must name at least one dataset", "add one")
     names = [d.name for d in config.data.datasets]
-    _require(len(set(names)) == len(names), "data.datasets", names, "must have different names", "rename one")
+    require(len(set(names)) == len(names), "data.datasets", names, "must have different names", "rename one")
 
 
 def _check_mixture(config: RunConfig) -> None:
@@ -174,27 +170,27 @@ def _check_mixture(config: RunConfig) -> None:
     for dataset in sets:
         name, weight, limit = f"data.datasets.{dataset.name}", dataset.weight, dataset.repeat_limit
         ok = weight is None or (math.isfinite(weight) and weight > 0)
-        _require(ok, f"{name}.weight", weight, "must be above 0", "take the dataset out, or leave the weight out")
-        _require(limit is None or limit >= 1, f"{name}.repeat_limit", limit, "must be at least 1", "raise it")
+        require(ok, f"{name}.weight", weight, "must be above 0", "take the dataset out, or leave the weight out")
+        require(limit is None or limit >= 1, f"{name}.repeat_limit", limit, "must be at least 1", "raise it")
         rule = "has no effect without a weight: each sample then comes once an epoch"
-        _require(weight is not None or limit is None, f"{name}.repeat_limit", limit, rule, "set a weight or remove it")
+        require(weight is not None or limit is None, f"{name}.repeat_limit", limit, rule, "set a weight or remove it")
     total = sum(dataset.weight or 0.0 for dataset in sets)
     ok = total < 1 or all(dataset.weight is not None for dataset in sets)
     rule = "must be below 1 in all, because the datasets without a weight share the rest"
-    _require(ok, "data.datasets.weight", f"{total:g}", rule, "lower them, or give every dataset a weight")
+    require(ok, "data.datasets.weight", f"{total:g}", rule, "lower them, or give every dataset a weight")
 
 
 def _check_image(config: RunConfig) -> None:
     image = config.data.image
     unit = image.multiple
     rule = f"must be at least {unit * unit}, one square of side {unit} (LCM of patch x merge and align)"
-    _require(image.pixel_budget >= unit * unit, "data.image.pixel_budget", image.pixel_budget, rule, "raise it")
+    require(image.pixel_budget >= unit * unit, "data.image.pixel_budget", image.pixel_budget, rule, "raise it")
     for height, width in image.buckets:
         for side in (height, width):
             low = max(unit, side // unit * unit)
             rule = f"has side {side}, which must be a multiple of {unit} (LCM of patch x merge and align)"
             ok = side > 0 and side % unit == 0
-            _require(ok, "data.image.buckets", f"{height}x{width}", rule, f"nearest are {low} and {low + unit}")
+            require(ok, "data.image.buckets", f"{height}x{width}", rule, f"nearest are {low} and {low + unit}")
 
 
 def _check_audio(config: RunConfig) -> None:
@@ -204,33 +200,33 @@ def _check_audio(config: RunConfig) -> None:
     low = max(stride, audio.samples_per_token // stride * stride)
     ok = audio.samples_per_token > 0 and audio.samples_per_token % stride == 0
     remedy = f"nearest are {low} and {low + stride}"
-    _require(ok, "data.audio.samples_per_token", audio.samples_per_token, rule, remedy)
+    require(ok, "data.audio.samples_per_token", audio.samples_per_token, rule, remedy)
     for seconds in audio.classes_s:
         unit = audio.samples_per_token / audio.rate_hz
         low_s = max(unit, seconds // unit * unit)
         ok = seconds > 0 and round(seconds * audio.rate_hz) % audio.samples_per_token == 0
         rule = f"must be a multiple of {unit:g} s (samples_per_token / rate_hz)"
-        _require(ok, "data.audio.classes_s", seconds, rule, f"nearest are {low_s:g} and {low_s + unit:g}")
+        require(ok, "data.audio.classes_s", seconds, rule, f"nearest are {low_s:g} and {low_s + unit:g}")
         rule = f"must be at most model.audio.max_s, {model.max_s:g}"
-        _require(seconds <= model.max_s, "data.audio.classes_s", seconds, rule, "raise model.audio.max_s")
+        require(seconds <= model.max_s, "data.audio.classes_s", seconds, rule, "raise model.audio.max_s")
 
 
 def _check_batch(config: RunConfig) -> None:
     batch, text = config.data.batch, config.data.text
-    _require(batch.round >= 1, "data.batch.round", batch.round, "must be at least 1", "set the most data ranks")
+    require(batch.round >= 1, "data.batch.round", batch.round, "must be at least 1", "set the most data ranks")
     ok = batch.micro_batches >= 1 and batch.micro_batches % batch.round == 0
     rule = f"must be a multiple of data.batch.round, {batch.round}"
     low = max(1, batch.micro_batches // batch.round) * batch.round
     remedy = f"nearest are {low} and {low + batch.round}"
-    _require(ok, "data.batch.micro_batches", batch.micro_batches, rule, remedy)
+    require(ok, "data.batch.micro_batches", batch.micro_batches, rule, remedy)
     low = max(64, batch.tokens // 64 * 64)
     ok = batch.tokens >= 64 and batch.tokens % 64 == 0
     remedy = f"nearest are {low} and {low + 64}"
-    _require(ok, "data.batch.tokens", batch.tokens, "must be a multiple of 64", remedy)
+    require(ok, "data.batch.tokens", batch.tokens, "must be a multiple of 64", remedy)
     largest = max(groups(config.data), key=lambda g: g.image_tokens + g.clip_tokens)
     need = largest.image_tokens + largest.clip_tokens + text.max_tokens + 2
     rule = f"must hold the largest sample: {need} tokens (group {largest.name} and a caption of {text.max_tokens})"
-    _require(need <= batch.tokens, "data.batch.tokens", batch.tokens, rule, "raise it, or lower the budgets")
+    require(need <= batch.tokens, "data.batch.tokens", batch.tokens, rule, "raise it, or lower the budgets")
 
 
 def _check_cost(config: RunConfig) -> None:
@@ -238,42 +234,14 @@ def _check_cost(config: RunConfig) -> None:
     for name in ("patch", "frame", "token", "token_pair"):
         value = getattr(cost, name)
         ok = math.isfinite(value) and 0 <= value <= MOST_COST
-        _require(ok, f"data.batch.cost.{name}", value, f"must be 0 to {MOST_COST:g}", "1 is what a token costs")
-    _require(cost.token > 0, "data.batch.cost.token", cost.token, "must be above 0: the others count in it", "set 1")
+        require(ok, f"data.batch.cost.{name}", value, f"must be 0 to {MOST_COST:g}", "1 is what a token costs")
+    require(cost.token > 0, "data.batch.cost.token", cost.token, "must be above 0: the others count in it", "set 1")
 
 
 def _check_skips(config: RunConfig) -> None:
     for first, end in config.data.skip_steps:
         rule = "must be ranges [first, end) of steps with 0 <= first < end"
-        _require(0 <= first < end, "data.skip_steps", f"[{first}, {end}]", rule, "[[100, 120]] skips steps 100 to 119")
-
-
-def _check_mesh(config: RunConfig) -> None:
-    mesh, batch = config.mesh, config.data.batch
-    for name in ("pipe", "data", "tensor", "expert"):
-        degree = getattr(mesh, name)
-        _require(degree >= 1, f"mesh.{name}", degree, "must be at least 1", "set 1 for none")
-    _require(mesh.expert == 1, "mesh.expert", mesh.expert, "must be 1: expert parallelism is not built yet", "set 1")
-    rule = f"must divide data.batch.round, {batch.round}, so that all ranks share one shape"
-    fit = [d for d in range(1, batch.round + 1) if batch.round % d == 0]
-    _require(batch.round % mesh.data == 0, "mesh.data", mesh.data, rule, f"set one of {fit}, or raise round")
-    stage = config.train.zero_stage
-    _require(0 <= stage <= 3, "train.zero_stage", stage, "must be 0, 1, 2 or 3", "set 1")
-    rule = "cannot run with pipeline parallelism: ZeRO-2 and 3 shard gradients that a pipeline accumulates"
-    _require(mesh.pipe == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.pipe=1")
-    rule = "cannot run with train.precision bf16: without ZeRO the gradients would be summed in bf16"
-    _require(stage > 0 or config.train.precision == "fp32", "train.zero_stage", stage, rule, "set train.zero_stage=1")
-
-
-def _check_tensor(config: RunConfig) -> None:
-    degree, decoder = config.mesh.tensor, config.model.decoder
-    for name in ("heads", "kv_heads", "mlp", "vocab"):
-        size = getattr(decoder, name)
-        rule = f"must divide model.decoder.{name}, {size}: each tensor-parallel rank takes an equal share"
-        _require(size % degree == 0, "mesh.tensor", degree, rule, f"lower it, or change model.decoder.{name}")
-    stage = config.train.zero_stage
-    rule = "is not proven with tensor parallelism"
-    _require(degree == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.tensor=1")
+        require(0 <= first < end, "data.skip_steps", f"[{first}, {end}]", rule, "[[100, 120]] skips steps 100 to 119")
 
 
 WAITS = (("heartbeat_s", "lease_s"), ("heartbeat_s", "drain_s"), ("drain_s", "grace_s"), ("read_s", "worker_s"))
@@ -284,21 +252,21 @@ def _check_waits(config: RunConfig) -> None:
     for low, high in WAITS:
         rule = f"must be below loader.{high}, {getattr(loader, high):g}"
         ok = 0 < getattr(loader, low) < getattr(loader, high)
-        _require(ok, f"loader.{low}", getattr(loader, low), rule, f"lower it or raise loader.{high}")
+        require(ok, f"loader.{low}", getattr(loader, low), rule, f"lower it or raise loader.{high}")
     rule = f"must be above two heartbeats, {2 * loader.heartbeat_s:g}"
-    _require(config.train.wait_s > 2 * loader.heartbeat_s, "train.wait_s", config.train.wait_s, rule, "raise it")
+    require(config.train.wait_s > 2 * loader.heartbeat_s, "train.wait_s", config.train.wait_s, rule, "raise it")
     rule = "must be at least 2: one filled while one is read"
-    _require(loader.slots_per_stream >= 2, "loader.slots_per_stream", loader.slots_per_stream, rule, "set 2 or more")
+    require(loader.slots_per_stream >= 2, "loader.slots_per_stream", loader.slots_per_stream, rule, "set 2 or more")
     for name in ("workers", "threads", "max_streams"):
         value = getattr(loader, name)
-        _require(value >= 1, f"loader.{name}", value, "must be at least 1", "set 1 or more")
+        require(value >= 1, f"loader.{name}", value, "must be at least 1", "set 1 or more")
 
 
 def _check_jobs(config: RunConfig) -> None:
     names = [config.job, *(job.name for job in config.loader.jobs)]
     bad = [name for name in names[1:] if not JOB_NAME.fullmatch(name)]
-    _require(not bad, "loader.jobs", bad, "must be named by 1 to 40 letters, digits, - or _", "rename them")
-    _require(len(set(names)) == len(names), "loader.jobs", names, "must differ from job and each other", "rename one")
+    require(not bad, "loader.jobs", bad, "must be named by 1 to 40 letters, digits, - or _", "rename them")
+    require(len(set(names)) == len(names), "loader.jobs", names, "must differ from job and each other", "rename one")
 
 
 def _check_lanes(config: RunConfig) -> None:
@@ -307,24 +275,24 @@ def _check_lanes(config: RunConfig) -> None:
         for value in filter(None, values):
             schemes = ("tcp://",) if name == "listen" else ("tcp://", "ipc://")
             rule = f"must begin with {' or '.join(schemes)}"
-            _require(value.startswith(schemes), f"loader.{name}", value, rule, "for example tcp://node7:9200")
+            require(value.startswith(schemes), f"loader.{name}", value, rule, "for example tcp://node7:9200")
     rule = "must differ from each other: a daemon is tried once a round"
-    _require(len(set(loader.endpoints)) == len(loader.endpoints), "loader.endpoints", "given", rule, "remove one")
+    require(len(set(loader.endpoints)) == len(loader.endpoints), "loader.endpoints", "given", rule, "remove one")
     largest = max(batch_spec(group).size_bytes for group in groups(config.data))
     ok = largest <= MAX_PAYLOAD_BYTES or not (loader.listen or loader.lane == "tcp")
     rule = f"makes a micro-batch of {largest} bytes, and the tcp lane takes at most {MAX_PAYLOAD_BYTES}"
-    _require(ok, "data.batch.tokens", config.data.batch.tokens, rule, "lower it")
+    require(ok, "data.batch.tokens", config.data.batch.tokens, rule, "lower it")
 
 
 def _check_training(config: RunConfig) -> None:
     optim, bound_s = config.train.optim, config.train.checkpoint.write_s
-    _require(0 <= optim.momentum < 1, "train.optim.momentum", optim.momentum, "must be from 0 to below 1", "set 0.9")
+    require(0 <= optim.momentum < 1, "train.optim.momentum", optim.momentum, "must be from 0 to below 1", "set 0.9")
     ok = optim.momentum == 0 or optim.name == "sgd"
-    _require(ok, "train.optim.momentum", optim.momentum, "is for sgd alone: adamw has betas", "set 0")
-    _require(bound_s > 0, "train.checkpoint.write_s", bound_s, "must be above 0", "set 240")
+    require(ok, "train.optim.momentum", optim.momentum, "is for sgd alone: adamw has betas", "set 0")
+    require(bound_s > 0, "train.checkpoint.write_s", bound_s, "must be above 0", "set 240")
     ok = not (config.train.deterministic and config.train.attention == "flash4")
     rule = "is not deterministic, which train.deterministic asks for"
-    _require(ok, "train.attention", "flash4", rule, "set sdpa or auto")
+    require(ok, "train.attention", "flash4", rule, "set sdpa or auto")
 
 
 def _check_model(config: RunConfig) -> None:
@@ -334,36 +302,36 @@ def _check_model(config: RunConfig) -> None:
         even = part.dim % part.heads == 0 and (part.dim // part.heads) % 2 == 0
         rule = f"must be heads x an even head size (heads = {part.heads})"
         near = 2 * part.heads * max(1, part.dim // part.heads // 2)
-        _require(even, f"model.{name}.dim", part.dim, rule, f"set {near}")
+        require(even, f"model.{name}.dim", part.dim, rule, f"set {near}")
     decoder = model.decoder
     ok = decoder.heads % decoder.kv_heads == 0
     rule = f"must divide model.decoder.heads, {decoder.heads}"
-    _require(ok, "model.decoder.kv_heads", decoder.kv_heads, rule, f"set {decoder.heads} or a divisor")
+    require(ok, "model.decoder.kv_heads", decoder.kv_heads, rule, f"set {decoder.heads} or a divisor")
 
 
 def _check_memory(config: RunConfig) -> None:
     train, model = config.train, config.model
     rule = "needs train.zero_stage 1, 2 or 3: without ZeRO no part of the optimizer leaves the device"
     remedy = "set train.zero_stage=1 or train.offload_optimizer=false"
-    _require(train.zero_stage > 0 or not train.offload_optimizer, "train.offload_optimizer", True, rule, remedy)
+    require(train.zero_stage > 0 or not train.offload_optimizer, "train.offload_optimizer", True, rule, remedy)
     for name in ("vision", "audio", "decoder"):
         blocks, depth = getattr(train.recompute, name), getattr(model, name).depth
         rule = f"must be all, or from {-depth} to {depth}: the first n, or the last n for -n, of model.{name}.depth"
         ok = blocks == "all" or abs(blocks) <= depth
-        _require(ok, f"train.recompute.{name}", blocks, rule, "set all")
+        require(ok, f"train.recompute.{name}", blocks, rule, "set all")
 
 
 def _check_gradients(config: RunConfig) -> None:
     train, decoder = config.train, config.model.decoder
     left = [part for part in get_args(ModelPart) if part not in train.freeze]
-    _require(bool(left), "train.freeze", "every part", "must leave something to train", "take a part out")
+    require(bool(left), "train.freeze", "every part", "must leave something to train", "take a part out")
     rule = "must hold both or neither of embedding and head, which share one weight (model.decoder.tied)"
     one = len({"embedding", "head"} & set(train.freeze)) == 1
-    _require(not (decoder.tied and one), "train.freeze", ", ".join(train.freeze), rule, "add or remove one")
+    require(not (decoder.tied and one), "train.freeze", ", ".join(train.freeze), rule, "add or remove one")
     for layer in config.model.gradient_cuts:
         rule = f"must be a decoder layer, 0 to {decoder.depth - 1}"
-        _require(0 <= layer < decoder.depth, "model.gradient_cuts", layer, rule, "change it or model.decoder.depth")
-    _require(
+        require(0 <= layer < decoder.depth, "model.gradient_cuts", layer, rule, "change it or model.decoder.depth")
+    require(
         train.skip_limit >= 1, "train.skip_limit", train.skip_limit, "must be at least 1", "set 1 to end at the first"
     )
 
@@ -376,8 +344,7 @@ RULES: tuple[Callable[[RunConfig], None], ...] = (
     _check_batch,
     _check_cost,
     _check_skips,
-    _check_mesh,
-    _check_tensor,
+    *MESH_RULES,
     _check_waits,
     _check_jobs,
     _check_lanes,

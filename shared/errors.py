@@ -66,3 +66,13 @@ class CheckpointError(MillstreamError):
 
 class NumericsError(MillstreamError):
     """Steps in a row whose loss or gradient norm is not finite, or ranks that disagree on having taken a step."""
+
+
+def require(ok: bool, name: str, value: object, rule: str, remedy: str) -> None:
+    """Hold one rule of a run file.
+
+    Raises:
+        ConfigError: it is broken.
+    """
+    if not ok:
+        raise ConfigError(name, value, rule, remedy)

@@ -22,11 +22,12 @@ class Coords(msgspec.Struct, frozen=True):
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
-    """Degrees of parallelism."""
+    """Degrees of parallelism. `expert` divides `data`: an expert group is a run of so many neighbouring data ranks."""
 
     pipe: int = 1
     data: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @property
     def world(self) -> int:
@@ -54,7 +55,7 @@ def mesh_of(section: MeshSection, world: int) -> Mesh:
     Raises:
         ConfigError: the degrees do not multiply to `world`.
     """
-    mesh = Mesh(pipe=section.pipe, data=section.data, tensor=section.tensor)
+    mesh = Mesh(pipe=section.pipe, data=section.data, tensor=section.tensor, expert=section.expert)
     if mesh.world != world:
         value = f"pipe {mesh.pipe} x data {mesh.data} x tensor {mesh.tensor} = {mesh.world}"
         remedy = f"launch {mesh.world} processes or set mesh.data to make up {world}"

@@ -169,7 +169,10 @@ class LoaderSection(Section, frozen=True):
 
 
 class MeshSection(Section, frozen=True):
-    """Degrees of parallelism; their product (expert excepted) is the number of processes."""
+    """Degrees of parallelism; their product (expert excepted) is the number of processes.
+
+    `expert` groups are runs of so many neighbouring data ranks: they see different data and share out the experts.
+    """
 
     pipe: int = 1
     data: int = 1
@@ -225,6 +228,11 @@ class DecoderSection(Section, frozen=True):
     """Llama-form decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm.
 
     Qwen2's form: qkv_bias on. `tied`: the head shares the embedding's weight. `head_dim` 0 means dim / heads.
+
+    With `experts`, every `expert_every`-th block has that many SwiGLU networks of inner width `expert_mlp` (0: mlp)
+    instead of one, and a router that sends each token to `experts_per_token` of them. `capacity_factor` bounds an
+    expert's tokens to that multiple of an even share, the later ones in the pack are dropped; 0 drops none. The two
+    losses are coefficients.
     """
 
     vocab: int = 1024
@@ -238,11 +246,28 @@ class DecoderSection(Section, frozen=True):
     head_dim: int = 0
     qkv_bias: bool = False
     tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_every: int = 1
+    expert_mlp: int = 0
+    capacity_factor: float = 0.0
+    balance_loss: float = 0.01
+    router_z_loss: float = 0.001
 
     @property
     def head_size(self) -> int:
         """Values of one attention head."""
         return self.head_dim or self.dim // self.heads
+
+    @property
+    def expert_size(self) -> int:
+        """Inner width of one expert."""
+        return self.expert_mlp or self.mlp
+
+    @property
+    def expert_blocks(self) -> tuple[int, ...]:
+        """Blocks (from 0) that have experts."""
+        return tuple(range(self.expert_every - 1, self.depth, self.expert_every)) if self.experts else ()
 
 
 Modality = Literal["text", "vision", "audio"]

@@ -102,7 +102,7 @@ def import_run(
     out: Annotated[Path, typer.Option("--out", help="The file to write; name it in train.init_from.")],
     vision: Annotated[Path | None, typer.Option(help="Folder of a CLIP or SigLIP checkpoint.")] = None,
     audio: Annotated[Path | None, typer.Option(help="Folder of a Whisper checkpoint.")] = None,
-    decoder: Annotated[Path | None, typer.Option(help="Folder of a Llama or Qwen2 checkpoint.")] = None,
+    decoder: Annotated[Path | None, typer.Option(help="Folder of a Llama, Qwen2 or Mixtral checkpoint.")] = None,
 ) -> None:
     """Turn transformers checkpoints (config.json and safetensors) into a file that training can start from.
 

@@ -1,7 +1,8 @@
 """torch.compile over the decoder's blocks, in place: names of parameters and what is saved stay.
 
 A pack has one static length, so the blocks, which share their code, are compiled once. The encoders run eagerly:
-pictures and clips come in a set of shapes for every group, and each would have to be compiled.
+pictures and clips come in a set of shapes for every group, and each would have to be compiled. So do blocks with
+experts, whose rows are as many as the router says, other ones in every pack.
 """
 
 import torch
@@ -17,7 +18,7 @@ def compiles(train: TrainSection, device: torch.device) -> bool:
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Compile every decoder block of the model, at its first call; how many there are."""
+    """Compile every decoder block with one network, at its first call; how many there are."""
     blocks = [part for part in model.modules() if isinstance(part, DecoderBlock)]
     for block in blocks:
         block.compile(dynamic=False)

@@ -52,12 +52,14 @@ class Display(AbstractContextManager["Display"]):
 
 
 def in_words(line: StepLine) -> str:
-    """Loss, gradient norm, speed, MFU where it is known, and waits in one line."""
+    """Loss, gradient norm, speed, MFU where it is known, waits and, where there are experts, their load in one line."""
     loss, norm = ("not finite" if x is None else f"{x:.4f}" for x in (line.loss, line.grad_norm))
     share = "" if line.mfu is None else f"MFU {line.mfu:.1%}  "
+    experts = line.experts
+    words = f"  busiest expert {experts.load_max:.2f}x  dropped {experts.dropped_share:.1%}" if experts else ""
     return (
         f"loss {loss}  grad norm {norm}  {line.tokens_per_s:,.0f} tokens/s  {share}"
-        f"wait p50 {line.wait_p50_ms:.2f} ms p99 {line.wait_p99_ms:.2f} ms"
+        f"wait p50 {line.wait_p50_ms:.2f} ms p99 {line.wait_p99_ms:.2f} ms{words}"
     )
 
 

@@ -26,6 +26,7 @@ from trainer import state
 from trainer.clipping import Clipping
 from trainer.compiling import compile_blocks, compiles
 from trainer.ds_config import deepspeed_config, micro_batches_per_rank
+from trainer.expert_stats import collect
 from trainer.feed import MicroBatch
 from trainer.launch import Ranks
 from trainer.loss import WHOLE
@@ -33,6 +34,7 @@ from trainer.memory.recompute import recompute, recomputed_modules
 from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
 from trainer.models.gradients import anchored, cut_gradients
+from trainer.models.moe import weigh_losses
 from trainer.models.parts import freeze
 from trainer.nonfinite import GradientWatch, LossFunction, StepResult
 from trainer.optim import build_optimizer, parameter_groups, set_lr
@@ -42,6 +44,7 @@ from trainer.source import Source
 from trainer.weights import load_initial
 
 if TYPE_CHECKING:
+    from trainer.parallel.expert_state import ExpertState
     from trainer.parallel.groups import Groups
 
 _log = logger("engine")
@@ -52,24 +55,26 @@ class Engine:
 
     def __init__(
         self,
+        config: RunConfig,
         ranks: Ranks,
         engine: Any,
-        micro_batches: int,
         clipping: Clipping | None,
         loss: LossFunction,
         watch: GradientWatch,
     ) -> None:
-        self._ranks, self._engine, self._micro_batches = ranks, engine, micro_batches
+        self._ranks, self._engine, self._micro_batches = ranks, engine, micro_batches_per_rank(config)
         self._clipping, self._loss, self._watch = clipping, loss, watch
+        self._decoder = config.model.decoder
 
     def train_batch(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
         """Pull this rank's micro-batches of one global batch (none on a middle stage) and take one step."""
         set_lr(self._engine.optimizer.param_groups, lr)
         whole = self._ranks.mesh.pipe == 1
         loss = self._accumulate(micro_batches) if whole else float(self._engine.train_batch(data_iter=micro_batches))
+        experts = collect(self.module, self._decoder, self._ranks)
         norm, finite, uncounted_bad = self._grad_norm(), self._loss.take(), self._watch.take()
         if math.isfinite(norm) and not uncounted_bad:
-            return StepResult(loss, norm)
+            return StepResult(loss, norm, experts=experts)
         self._forget_gradients()
         suspects = () if finite is None else tuple(torch.nonzero(~finite).flatten().tolist())
         return StepResult(loss, norm, True, suspects)
@@ -167,22 +172,25 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     """
     backend = _backend(config, ranks)
     with quiet_deepspeed():
-        groups = _groups(ranks)
+        groups, experts = _groups(ranks), _experts(ranks)
         loss = LossFunction(groups.tensor if groups else WHOLE)
         model = _model(config, ranks, backend, loss)
         load_initial(model, config)
-        _apply_tables(config, model, groups)
+        _apply_tables(config, model, groups, experts)
         compiled = compile_blocks(model) if compiles(config.train, ranks.device) else 0
         optimizer = build_optimizer(model, config.train.optim)
         watch = GradientWatch(p for p in model.parameters() if p.requires_grad and not _counts(ranks, p))
-        clipping = None if config.train.zero_stage else _clipping(config, ranks, model, groups).attach(optimizer)
+        clipping = None if config.train.zero_stage else _clipping(config, ranks, model).attach(optimizer)
         mpu = None if isinstance(model, Pipeline) else groups
         settings = deepspeed_config(config, ranks.device)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+        with experts.shown(model, optimizer) if experts else contextlib.nullcontext():
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+        if experts and not clipping:
+            experts.own_norm(engine.optimizer)
     if ranks.is_main:
         kinds = type(engine).__name__, type(engine.optimizer).__name__
         _log.info("%s, %s, attention by %s, %d blocks compiled", *kinds, backend, compiled)
-    return Engine(ranks, engine, micro_batches_per_rank(config), clipping, loss, watch)
+    return Engine(config, ranks, engine, clipping, loss, watch)
 
 
 @contextlib.contextmanager
@@ -210,21 +218,33 @@ def _groups(ranks: Ranks) -> "Groups | None":
     return make_groups(ranks.mesh, ranks.rank)
 
 
-def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None") -> None:
+def _experts(ranks: Ranks) -> "ExpertState | None":
+    if ranks.mesh.expert == 1:
+        return None
+    from trainer.parallel.expert import make_expert_group
+    from trainer.parallel.expert_state import ExpertState
+
+    return ExpertState(make_expert_group(ranks.mesh, ranks.rank))
+
+
+def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
     """All that is done to a model written for one device and whole training, in the order in which it must be."""
     freeze(model, config.train.freeze, config.model.decoder.depth)
-    _split(model, groups)
+    _split(model, groups, experts)
+    weigh_losses(model, 1 / micro_batches_per_rank(config))
     cut_gradients(model, config.model.gradient_cuts)
     recompute(model, recomputed_modules(config))
     if isinstance(model, Pipeline):
         model.add_anchors()
 
 
-def _split(model: nn.Module, groups: "Groups | None") -> None:
+def _split(model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
     if groups:
         from trainer.parallel.tensor import split
 
         split(model, groups.tensor)
+    if experts:
+        experts.split(model)
 
 
 def _model(config: RunConfig, ranks: Ranks, backend: Backend, loss: LossFunction) -> nn.Module:
@@ -242,17 +262,20 @@ def _model(config: RunConfig, ranks: Ranks, backend: Backend, loss: LossFunction
     )
 
 
-def _clipping(config: RunConfig, ranks: Ranks, model: nn.Module, groups: "Groups | None") -> Clipping:
-    unit = model.mpu() if isinstance(model, Pipeline) else groups
-
-    def over_parts(squares: Tensor) -> Tensor:
-        if unit:
-            dist.all_reduce(squares, group=unit.get_model_parallel_group())
+def _clipping(config: RunConfig, ranks: Ranks, model: nn.Module) -> Clipping:
+    def over_ranks(squares: Tensor) -> Tensor:
+        dist.all_reduce(squares)
         return squares
 
-    return Clipping(list(model.parameters()), config.train.optim.clip, over_parts, partial(_counts, ranks))
+    return Clipping(list(model.parameters()), config.train.optim.clip, over_ranks, partial(_counts_once, ranks))
 
 
 def _counts(ranks: Ranks, parameter: Tensor) -> bool:
-    """Whether a gradient norm counts the parameter on this rank: every tensor rank has it whole, or its own slice."""
+    """Whether a stage's norm counts the parameter on this tensor rank: every one has it whole, or its own slice."""
     return ranks.coords.tensor == 0 or getattr(parameter, "tensor_model_parallel", False)
+
+
+def _counts_once(ranks: Ranks, parameter: Tensor) -> bool:
+    """Whether a sum over all ranks counts the parameter here: on data rank 0, an expert on its first holder."""
+    holders = 1 if getattr(parameter, "allreduce", True) else ranks.mesh.expert
+    return ranks.coords.data < holders and _counts(ranks, parameter)

@@ -2,7 +2,8 @@
 
 Formula (Chowdhery et al. 2022, appendix B): a multiply-add is 2 FLOPs, backward costs twice the forward, so 6 for each
 weight of a matrix product and each place it is applied to; attention costs 12 x width for each pair of places that
-see each other. Only real places count: padding, unused image and clip slots, recomputation, element-wise work, the
+see each other. Of a block with experts, the router counts and the experts that a token is sent to, whether or not a
+full one dropped it. Only real places count: padding, unused image and clip slots, recomputation, element-wise work, the
 preprocessing and the embedding's lookup do not. MFU = FLOPs of the step / (step seconds x devices x peak).
 """
 
@@ -68,7 +69,10 @@ class FlopCounter:
         model = self._model.decoder
         heads = model.heads * model.head_size
         mixing = 2 * model.dim * (heads + model.kv_heads * model.head_size)
-        weights = model.depth * (mixing + 3 * model.dim * model.mlp) + model.dim * model.vocab
+        mixtures = len(model.expert_blocks)
+        mixture = model.dim * (model.experts + 3 * model.experts_per_token * model.expert_size)
+        mlps = (model.depth - mixtures) * 3 * model.dim * model.mlp + mixtures * mixture
+        weights = model.depth * mixing + mlps + model.dim * model.vocab
         return 6.0 * weights * work.tokens + 12.0 * model.depth * heads * float(work.causal_pairs)
 
     def _vision(self, work: Work) -> float:

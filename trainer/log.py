@@ -13,6 +13,7 @@ import msgspec
 
 from shared.batch import Cursor
 from shared.consumed import Consumed
+from trainer.expert_stats import ExpertStats
 
 METRICS = "metrics.jsonl"
 
@@ -21,7 +22,8 @@ class StepLine(msgspec.Struct, frozen=True):
     """One step: a line of `metrics.jsonl`. Counts are of the whole global batch, waits of rank 0 since it started.
 
     Loss and gradient norm are null where they are not finite; a skipped step changed nothing but the cursor. `mfu` is
-    the model FLOPs utilisation, 0 to 1 (see `trainer.flops`); null where the device's peak is not known.
+    the model FLOPs utilisation, 0 to 1 (see `trainer.flops`); null where the device's peak is not known. `experts` is
+    null for a model without them, and for a skipped step.
     """
 
     step: int
@@ -36,6 +38,7 @@ class StepLine(msgspec.Struct, frozen=True):
     wait_p99_ms: float
     mfu: float | None = None
     skipped: bool = False
+    experts: ExpertStats | None = None
 
 
 class Lines:

@@ -81,7 +81,8 @@ REMEDIES = {
 def layout_of(config: RunConfig) -> str:
     """The layout of a run file, in words."""
     mesh, train = config.mesh, config.train
-    return f"pipe {mesh.pipe}, data {mesh.data}, tensor {mesh.tensor}, ZeRO {train.zero_stage}"
+    expert = f", expert {mesh.expert}" if mesh.expert > 1 else ""
+    return f"pipe {mesh.pipe}, data {mesh.data}, tensor {mesh.tensor}{expert}, ZeRO {train.zero_stage}"
 
 
 def signature_of(config: RunConfig) -> Signature:

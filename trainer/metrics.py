@@ -40,3 +40,16 @@ STEPS_SKIPPED = Counter(
     "trainer_steps_skipped", "Steps that changed nothing: loss or gradient norm not finite", registry=REGISTRY
 )
 STEP = Gauge("trainer_step", "Global steps finished", registry=REGISTRY)
+EXPERT_BALANCE_LOSS = Gauge(
+    "trainer_expert_balance_loss", "Balance loss of the last step, before its coefficient; 1: even", registry=REGISTRY
+)
+ROUTER_Z_LOSS = Gauge("trainer_router_z_loss", "Router z-loss of the last step", registry=REGISTRY)
+EXPERT_DROPPED_SHARE = Gauge(
+    "trainer_expert_dropped_share", "Share of assignments that full experts dropped, last step", registry=REGISTRY
+)
+EXPERT_LOAD = Gauge(
+    "trainer_expert_load",
+    "Share of a block's assignments that an expert was asked for, last step; blocks with experts counted from 0",
+    ["block", "expert"],
+    registry=REGISTRY,
+)

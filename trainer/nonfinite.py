@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shared.errors import NumericsError
 from shared.telemetry import logger
+from trainer.expert_stats import ExpertStats
 from trainer.launch import Ranks
 from trainer.loss import Targets, Vocabulary, token_loss
 
@@ -28,13 +29,14 @@ class StepResult(msgspec.Struct, frozen=True):
 
     `skipped`: the norm is not finite, so nothing was changed, on any rank (or a gradient that no norm counts is not: on
     this rank alone). `suspects` are then the places among this rank's micro-batches of those whose loss is not finite
-    (none on a stage that computes no loss).
+    (none on a stage that computes no loss). `experts` is None for a model without experts and for a skipped step.
     """
 
     loss: float
     grad_norm: float
     skipped: bool = False
     suspects: tuple[int, ...] = ()
+    experts: ExpertStats | None = None
 
 
 class LossFunction:

@@ -113,12 +113,18 @@ def place(name: str, shape: torch.Size, ranks: Ranks, exclusive: bool) -> tuple[
 
 def cuts(name: str, mesh: Mesh) -> list[Cut]:
     """How a parameter is cut over ranks."""
-    if mesh.tensor == 1:
-        return []
-    from trainer.parallel.tensor import cut_dim
+    found: list[Cut] = []
+    if mesh.expert > 1:
+        from trainer.parallel import expert
 
-    dim = cut_dim(name)
-    return [] if dim is None else [Cut(dim, "tensor", mesh.tensor)]
+        if (dim := expert.cut_dim(name)) is not None:
+            found.append(Cut(dim, "data", mesh.expert))
+    if mesh.tensor > 1:
+        from trainer.parallel import tensor
+
+        if (dim := tensor.cut_dim(name)) is not None:
+            found.append(Cut(dim, "tensor", mesh.tensor))
+    return found
 
 
 def entries(parts: Iterable[Held], optimizer: Optimizer) -> dict[str, Entry]:

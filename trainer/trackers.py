@@ -57,8 +57,11 @@ class WeightsAndBiases:
 
 
 def numbers(line: StepLine) -> dict[str, float]:
-    """What is tracked of a step: everything that is known but its number."""
-    return {name: value for name, value in msgspec.structs.asdict(line).items() if name != "step" and value is not None}
+    """What is tracked of a step: everything that is known but its number; of experts all but each one's load."""
+    found = msgspec.structs.asdict(line)
+    experts = msgspec.structs.asdict(line.experts) if line.experts else {}
+    found |= {f"experts/{name}": value for name, value in experts.items()}
+    return {name: value for name, value in found.items() if isinstance(value, int | float) and name != "step"}
 
 
 def open_tracker(name: str, run_dir: Path, start: int) -> Tracker:

@@ -27,6 +27,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.client import LoaderClient
 from trainer.display import Display, show_summary
 from trainer.engine import Engine, build_engine
+from trainer.expert_stats import ExpertStats
 from trainer.feed import Feed, Taken, check_same
 from trainer.flops import FlopCounter, mfu, peak_tflops
 from trainer.launch import Ranks
@@ -253,7 +254,8 @@ def step_line(
     speed = totals.tokens / step_s
     loss, norm = (x if math.isfinite(x) else None for x in (result.loss, result.grad_norm))
     numbers = (lr, totals.tokens, totals.samples, step_s, speed)
-    return StepLine(step, loss, norm, *numbers, waits.p50_s * 1e3, waits.p99_s * 1e3, skipped=result.skipped)
+    times = waits.p50_s * 1e3, waits.p99_s * 1e3
+    return StepLine(step, loss, norm, *numbers, *times, skipped=result.skipped, experts=result.experts)
 
 
 def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:
@@ -278,12 +280,24 @@ def observe(line: StepLine, taken: Taken | None, client: LoaderClient | None) ->
     metrics.GRAD_NORM.set(math.nan if line.grad_norm is None else line.grad_norm)
     metrics.STEPS_SKIPPED.inc(line.skipped)
     metrics.STEP_SECONDS.observe(line.step_s)
+    if line.experts:
+        observe_experts(line.experts)
     if taken:
         metrics.TOKENS.inc(taken.tokens)
         metrics.SAMPLES.inc(taken.samples)
         for wait_s, preprocess_s in zip(taken.waits_s, taken.preprocess_s, strict=True):
             metrics.DATA_WAIT_SECONDS.observe(wait_s)
             metrics.PREPROCESS_SECONDS.observe(preprocess_s)
+
+
+def observe_experts(stats: ExpertStats) -> None:
+    """Bring the experts' metrics up to date."""
+    metrics.EXPERT_BALANCE_LOSS.set(stats.balance_loss)
+    metrics.ROUTER_Z_LOSS.set(stats.router_z_loss)
+    metrics.EXPERT_DROPPED_SHARE.set(stats.dropped_share)
+    for place, shares in enumerate(stats.load):
+        for expert, share in enumerate(shares):
+            metrics.EXPERT_LOAD.labels(place, expert).set(share)
 
 
 def saves_at(step: int, every: int) -> bool:

@@ -14,7 +14,7 @@ DOORS = {
     "tarfile": {"dataloader_svc/shards.py"},
     "webdataset": {"dataloader_svc/shards.py"},
     "fsspec": {"dataloader_svc/sources.py"},
-    "deepspeed": {"trainer/engine.py"},
+    "deepspeed": {"trainer/engine.py", "trainer/parallel/expert_state.py"},
     "flash_attn": {"trainer/models/attention.py"},
     "torchaudio": {"trainer/audio_frontend.py"},
     "prometheus_client": {"shared/telemetry.py", "dataloader_svc/metrics.py", "trainer/metrics.py"},

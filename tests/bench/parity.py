@@ -1,7 +1,8 @@
 """Every layout against one process, in numbers: `python -m tests.bench.parity [OUT.md]` (`make parity`).
 
 Three steps on the same mixed global batches (every modality set, an empty pack, an empty caption) of the small test
-model, with clipping always active. Differences are the largest over the steps, and for weights over all of them.
+model, with clipping always active; then the same with four experts in each block, two for a token, and auxiliary losses
+far larger than anyone would set. Differences are the largest over the steps, and for weights over all of them.
 """
 
 import datetime
@@ -36,18 +37,25 @@ SHARDED = {
 }
 """ZeRO-2 and 3, for layouts that are data parallel alone."""
 
-LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
-"""pipe, data, tensor."""
+LAYOUTS = [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (2, 2, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1), (2, 2, 2, 1)]
+"""pipe, data, tensor, expert."""
+
+EXPERTS = [f"model.decoder.{each}" for each in ("experts=4", "experts_per_token=2", "expert_mlp=64")]
+LOSSES = ["model.decoder.balance_loss=0.5", "model.decoder.router_z_loss=0.1"]
+EXPERT_CASES = {case: [*sets, *EXPERTS, *LOSSES] for case, sets in CASES.items() if OFFLOAD not in sets}
+EXPERT_LAYOUTS = [(2, 1, 1, 1), (1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 2), (1, 4, 1, 2), (1, 4, 1, 4)]
+
+Layout = tuple[int, int, int, int]
+Cases = dict[str, list[str]]
 
 
-def measure(folder: Path) -> list[tuple[str, str, Differences]]:
+def measure(folder: Path, layouts: list[Layout], cases: Cases, sharded: Cases) -> list[tuple[str, str, Differences]]:
     """Layout, case and differences from one process, plain ZeRO-1, with the same precision and optimizer."""
-    alone = run_layout(folder / "alone", (1, 1, 1), {plain(case): CASES[plain(case)] for case in CASES})
+    alone = run_layout(folder / "alone", (1, 1, 1), {plain(case): cases[plain(case)] for case in cases})
     found = []
-    for mesh in LAYOUTS:
-        name = "pipe {} x data {} x tensor {}".format(*mesh)
-        cases = CASES | SHARDED if mesh == (1, 2, 1) else CASES
-        runs = run_layout(folder / name.replace(" ", ""), mesh, cases)
+    for mesh in layouts:
+        name = "pipe {} x data {} x tensor {}, expert {}".format(*mesh).removesuffix(", expert 1")
+        runs = run_layout(folder / "-".join(map(str, mesh)), mesh, cases | sharded if mesh == (1, 2, 1, 1) else cases)
         found += [(name, case, differences(run, alone[plain(case)])) for case, run in runs.items()]
     return found
 
@@ -64,7 +72,9 @@ def main(
     """Measure, print and write a dated table."""
     today = datetime.datetime.now(datetime.UTC).date()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder))
+        found = measure(Path(folder) / "dense", LAYOUTS, CASES, SHARDED)
+        experts = measure(Path(folder) / "experts", EXPERT_LAYOUTS, EXPERT_CASES, {})
+    found += [(name, f"{case}, experts", each) for name, case, each in experts]
     lines = ["# Layouts against one process", ""]
     lines += [f"{today}, {platform.machine()} CPU, gloo, torch {torch.__version__}; `python -m tests.bench.parity`", ""]
     lines += [str(__doc__).split("\n\n", 1)[1].strip(), ""]

@@ -8,6 +8,7 @@ alone (Adam's moments alone would move weights by 1e-4). Memory lies otherwise i
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -39,24 +40,29 @@ SHARDED = [
     ("gradient", [*BF16, *OFFLOAD, *zero(2)]),
     ("gradient", [*OFFLOAD, *zero(3)]),
 ]
+EXPERTS = ["model.decoder.experts=4"]
+SHARED_OUT = [(kind, [*EXPERTS, *sets]) for kind, sets in EVERYWHERE if OFFLOAD[0] not in sets]
 LAYOUTS = {
-    "data2": ((1, 2, 1), [*EVERYWHERE, *SHARDED]),
-    "pipe2": ((2, 1, 1), EVERYWHERE),
-    "tensor2": ((1, 1, 2), EVERYWHERE),
-    "pipe2-data2": ((2, 2, 1), EVERYWHERE[:3]),
+    "data2": (Mesh(data=2), [*EVERYWHERE, *SHARDED]),
+    "pipe2": (Mesh(pipe=2), EVERYWHERE),
+    "tensor2": (Mesh(tensor=2), EVERYWHERE),
+    "pipe2-data2": (Mesh(pipe=2, data=2), EVERYWHERE[:3]),
+    "data2-expert2": (Mesh(data=2, expert=2), SHARED_OUT),
+    "pipe2-data2-expert2": (Mesh(pipe=2, data=2, expert=2), SHARED_OUT[:2]),
 }
+PARTS = {"data2-expert2": "1.experts.gate", "pipe2-data2-expert2": "2.experts.gate"}
+"""The spoiled parameter, where it is not the rank's first: an expert that no other rank holds."""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_spoiled_step_is_as_if_it_had_been_left_out(layout: str, tmp_path: Path) -> None:
-    (pipe, data, tensor), kinds = LAYOUTS[layout]
-    mesh = Mesh(pipe=pipe, data=data, tensor=tensor)
-    degrees = [f"mesh.pipe={pipe}", f"mesh.data={data}", f"mesh.tensor={tensor}"]
+    mesh, kinds = LAYOUTS[layout]
+    degrees = [f"mesh.{axis}={degree}" for axis, degree in msgspec.structs.asdict(mesh).items()]
     cases = {f"{kind} {' '.join(sets)}": (kind, [*sets, *degrees]) for kind, sets in kinds}
     task = make_task(tmp_path, {name: sets for name, (_, sets) in cases.items()})
-    task["poison"] = {name: spoil(kind, mesh.world - 1) for name, (kind, _) in cases.items()}
+    task["poison"] = {name: spoil(kind, mesh.world - 1, PARTS.get(layout, "")) for name, (kind, _) in cases.items()}
     task["cases"] |= {f"{name} omitted": sets for name, (_, sets) in cases.items()}
     task["omit"] = {f"{name} omitted": [SPOILED] for name in cases}
     reports = run_ranks("tests.support.step_program", mesh.world, tmp_path / "out", task, timeout_s=900)
@@ -70,7 +76,7 @@ def test_a_spoiled_step_is_as_if_it_had_been_left_out(layout: str, tmp_path: Pat
                 assert run[numbers] == pytest.approx(unspoiled[numbers], rel=tolerance(name)), (name, rank)
         assert max(float(np.abs(found[key] - wanted[key]).max()) for key in wanted) <= tolerance(name), name
         if kind == "loss":
-            assert reports[-1][name]["suspects"] == list(range(8 // data)), name
+            assert reports[-1][name]["suspects"] == list(range(8 // mesh.data)), name
 
 
 def tolerance(case: str) -> float:
@@ -84,15 +90,15 @@ def make_task(folder: Path, cases: dict[str, list[str]]) -> dict[str, Any]:
     return {"config": str(config), "cases": cases, "plans": "MIXED", "steps": STEPS}
 
 
-def spoil(kind: str, rank: int) -> dict[str, Any]:
-    """How `rank` is spoiled."""
-    return {"step": SPOILED, "rank": rank, "kind": kind}
+def spoil(kind: str, rank: int, name: str) -> dict[str, Any]:
+    """How `rank` is spoiled, in the parameter or module `name` (the first parameter, without one)."""
+    return {"step": SPOILED, "rank": rank, "kind": kind, "name": name}
 
 
 def test_a_gradient_that_no_norm_counts_is_told_by_its_rank(tmp_path: Path) -> None:
     """One tensor rank's own copy of whole parameters: the other ranks step, and `Skips` ends the run (below)."""
     task = make_task(tmp_path, {"case": ["mesh.tensor=2"]})
-    task["poison"] = {"case": {**spoil("backward", 1), "path": "0.vision.norm"}}
+    task["poison"] = {"case": spoil("backward", 1, "0.vision.norm")}
     reports = run_ranks("tests.support.step_program", 2, tmp_path / "out", {**task, "steps": 2})
     assert [report["case"]["skipped"] for report in reports] == [[], [SPOILED]]
 

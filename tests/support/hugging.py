@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shared.sections import RunConfig
 from tests.support.runs import run_config
@@ -15,6 +15,7 @@ import_torchaudio()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 transformers.utils.logging.disable_progress_bar()
 
 PATCH = 8
@@ -41,6 +42,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "head_dim": 16}),
     "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "tie_word_embeddings": True}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**TEXT, "num_local_experts": 6, "num_experts_per_tok": 3, "rope_theta": 20_000.0},
+    ),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", TEXT),
     "qwen2-tied": ("Qwen2ForCausalLM", "Qwen2Config", {**TEXT, "tie_word_embeddings": True}),
 }
@@ -86,6 +92,12 @@ def hf_model(name: str, seed: int = 0) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
     return model
+
+
+def stored_names(model: Any) -> dict[str, Tensor]:
+    """A model's weights by the names that its files have, which for some families are not those in memory."""
+    found: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
+    return found
 
 
 def saved(name: str, folder: Path, **options: Any) -> nn.Module:

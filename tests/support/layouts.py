@@ -13,8 +13,9 @@ from shared.mesh import Coords, Mesh
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_file
 from trainer.models import build
-from trainer.parallel.tensor import cut_dim
+from trainer.parallel import expert, tensor
 
+BATCH = {"batch": {"micro_batches": 8, "round": 4}}
 Weights = dict[str, NDArray[np.float32]]
 
 
@@ -25,6 +26,7 @@ class Run(msgspec.Struct):
     losses: list[float]
     norms: list[float]
     weights: Weights
+    experts: list[dict[str, Any] | None]
 
 
 class Differences(NamedTuple):
@@ -37,26 +39,28 @@ class Differences(NamedTuple):
 
 def run_layout(
     folder: Path,
-    mesh: tuple[int, int, int],
+    mesh: tuple[int, ...],
     cases: dict[str, list[str]],
     steps: int = 3,
     start_seed: int = 0,
     program: str = "tests.support.step_program",
     **task: Any,
 ) -> dict[str, Run]:
-    """Case -> its run on pipe x data x tensor processes; with `start_seed`, `start.safetensors` holds weights of it."""
+    """Case -> its run on pipe x data x tensor processes, data in groups of expert (the fourth, 1 if left out).
+
+    With `start_seed`, `start.safetensors` holds weights of it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = run_file(folder, "part-{0..0}.tar", data={"batch": {"micro_batches": 8}}, train={"optim": {"clip": 0.25}})
+    config = run_file(folder, "part-{0..0}.tar", data=BATCH, train={"optim": {"clip": 0.25}})
     if start_seed:
         start = build.build(load(config, [f"train.seed={start_seed}"]), "sdpa").state_dict()
         save_file(start, folder / "start.safetensors")
-    pipe, data, tensor = mesh
-    degrees = [f"mesh.pipe={pipe}", f"mesh.data={data}", f"mesh.tensor={tensor}"]
+    shape = Mesh(**dict(zip(("pipe", "data", "tensor", "expert"), mesh, strict=False)))
+    degrees = [f"mesh.{axis}={degree}" for axis, degree in msgspec.structs.asdict(shape).items()]
     cases = {name: [*sets, *degrees] for name, sets in cases.items()}
     task = {"config": str(config), "cases": cases, "plans": "MIXED", "steps": steps, **task}
-    reports = run_ranks(program, pipe * data * tensor, folder / "out", task, timeout_s=900)
+    reports = run_ranks(program, shape.world, folder / "out", task, timeout_s=900)
     assert all(report == reports[0] for report in reports)
-    shape = Mesh(pipe=pipe, data=data, tensor=tensor)
     return {name: Run(**reports[0][name], weights=whole_weights(folder / "out", name, shape)) for name in cases}
 
 
@@ -68,21 +72,26 @@ def whole_weights(folder: Path, case: str, mesh: Mesh) -> Weights:
     """
     found: Weights = {}
     for pipe in range(mesh.pipe):
-        for data in range(mesh.data):
-            ranks = [mesh.rank(Coords(pipe, data, tensor)) for tensor in range(mesh.tensor)]
-            parts = [dict(np.load(folder / f"{case}-{rank}.npz")) for rank in ranks]
-            for name in parts[0]:
-                whole = merge(name, [part[name] for part in parts])
+        for first in range(0, mesh.data, mesh.expert):
+            group = [tensor_group(folder, case, mesh, pipe, data) for data in range(first, first + mesh.expert)]
+            for name in group[0]:
+                whole = merge(name, [part[name] for part in group], expert.cut_dim(name))
                 assert np.array_equal(found.setdefault(name, whole), whole), name
     return found
 
 
-def merge(name: str, slices: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """One parameter from the slices of a tensor group; one that is not cut must be the same on all."""
-    dim = cut_dim(name)
+def tensor_group(folder: Path, case: str, mesh: Mesh, pipe: int, data: int) -> Weights:
+    """The weights of one stage and data coordinate, whole but for experts."""
+    ranks = [mesh.rank(Coords(pipe, data, place)) for place in range(mesh.tensor)]
+    parts = [dict(np.load(folder / f"{case}-{rank}.npz")) for rank in ranks]
+    return {name: merge(name, [part[name] for part in parts], tensor.cut_dim(name)) for name in parts[0]}
+
+
+def merge(name: str, slices: list[NDArray[np.float32]], dim: int | None) -> NDArray[np.float32]:
+    """One parameter from the slices of a group of ranks; one that is not cut must be the same on all."""
     if dim is not None:
         return np.concatenate(slices, axis=dim)
-    assert all(np.array_equal(slices[0], each) for each in slices), f"{name} differs between tensor ranks"
+    assert all(np.array_equal(slices[0], each) for each in slices), f"{name} differs between ranks"
     return slices[0]
 
 

@@ -29,6 +29,9 @@ MIXED: tuple[Plan, ...] = (
 LOPSIDED: tuple[Plan, ...] = ((False, False, (40,)), (True, True, (40,))) * 4
 """Of two data-parallel ranks one has text alone, the other images and audio."""
 
+SILENT: tuple[Plan, ...] = ((True, True, (40,)), (False, False, ())) * 4
+"""Of two data-parallel ranks one has no token at all."""
+
 
 def pick_group(config: RunConfig, image: bool, audio: bool, number: int = 0) -> Group:
     """The `number`-th group of a modality set, counted round and round."""

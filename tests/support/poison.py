@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spoiled(
-    engine: "Engine", ranks: Ranks, now: int, step: int = -1, rank: int = 0, kind: str = "gradient", path: str = ""
+    engine: "Engine", ranks: Ranks, now: int, step: int = -1, rank: int = 0, kind: str = "gradient", name: str = ""
 ) -> Iterator[None]:
     """While this is open, `rank` computes something that is not finite, if `now` is the `step` meant.
 
-    `gradient`, `parameter`: the rank's first parameter gets NaNs, in its gradient or in itself. `backward`: the module
-    at `path` gets NaNs as its output's gradient. `loss`: losses are infinite while their gradients stay as they are.
+    `gradient`, `parameter`: the parameter `name` of the rank (its first, without a name) gets NaNs, in its gradient or
+    in itself. `backward`: the module `name` gets NaNs as its output's gradient. `loss`: losses are infinite while
+    their gradients stay as they are.
     """
     if (now, ranks.rank) != (step, rank):
         yield
         return
     if kind == "backward":
-        with bad_backward(engine.module.get_submodule(path)):
+        with bad_backward(engine.module.get_submodule(name)):
             yield
         return
-    parameter = next(p for p in engine.module.parameters() if p.requires_grad)
+    held = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    parameter = held[name] if name else next(iter(held.values()))
     with {"gradient": bad_gradient, "parameter": bad_parameter, "loss": bad_loss}[kind](parameter):
         yield
 

@@ -3,7 +3,7 @@
 Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or `LOPSIDED`), `steps`, and for checkpoints
 `checkpoints` (a folder; `{case}` in it is replaced), `save_every`, `resume`, `copies` (a folder to save in what was
 just loaded), `ends` (one for the state after the last step). Data-parallel rank d of n takes micro-batches d, d + n
-and so on. Report: case -> first step, losses and grad norms; weights go to `<case>-<rank>.npz`.
+and so on. Report: case -> first step, losses, grad norms and what experts did; weights go to `<case>-<rank>.npz`.
 
 Cases named in `omit` leave out the steps listed there; those in `poison` are spoiled as `spoiled` says, and report
 which steps were skipped and which micro-batches were suspected as well.
@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from shared.batch import Cursor
@@ -55,7 +56,7 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     if "copies" in task:
         save_now(open_store(folders["copies"], config, ranks), engine, first)
     poison: dict[str, Any] = task.get("poison", {}).get(out.name, {})
-    losses, norms, skipped, suspects = [], [], [], []
+    losses, norms, experts, skipped, suspects = [], [], [], [], []
     for step in range(first, task["steps"]):
         if step in task.get("omit", {}).get(out.name, ()):
             continue
@@ -69,6 +70,7 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
             continue
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        experts.append(msgspec.to_builtins(result.experts))
         store.poll()
         if task.get("save_every") and (step + 1) % task["save_every"] == 0:
             store.save(engine, step + 1, Cursor(0, step + 1, 0))
@@ -77,7 +79,7 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
         save_now(open_store(folders["ends"], config, ranks), engine, task["steps"])
     weights = {name: p.detach().float().numpy() for name, p in engine.named_parameters()}
     np.savez(f"{out}-{ranks.rank}.npz", **weights)
-    report = {"first": first, "losses": losses, "norms": norms}
+    report = {"first": first, "losses": losses, "norms": norms, "experts": experts}
     return {**report, "skipped": skipped, "suspects": suspects} if poison else report
 
 

@@ -13,6 +13,7 @@ from shared.sections import RunConfig
 from trainer.models.attention import Backend
 from trainer.models.decoder import DecoderBlock, Head
 from trainer.models.fusion import Encode
+from trainer.models.moe import ExpertBlock
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -52,7 +53,8 @@ def layers(config: RunConfig, backend: Backend) -> list[Layer]:
     """
     check(config)
     decoder = config.model.decoder
-    blocks = [Layer(DecoderBlock, (decoder, backend))] * decoder.depth
+    kinds = [ExpertBlock if block in decoder.expert_blocks else DecoderBlock for block in range(decoder.depth)]
+    blocks = [Layer(kind, (decoder, backend)) for kind in kinds]
     return [Layer(Encode, (config.model, config.data, backend)), *blocks, Layer(Head, (decoder,))]
 
 
@@ -109,3 +111,10 @@ def parameter_counts(config: RunConfig) -> list[int]:
     """Parameters of each layer, counted without allocating them; a tied head counts its vocabulary too."""
     with torch.device("meta"):
         return [sum(p.numel() for p in layer.build().parameters()) for layer in layers(config, "sdpa")]
+
+
+def active_parameter_count(config: RunConfig) -> int:
+    """Parameters that one token passes through: all but those of the experts that it is not sent to."""
+    decoder = config.model.decoder
+    idle = (decoder.experts - decoder.experts_per_token) * 3 * decoder.dim * decoder.expert_size
+    return sum(parameter_counts(config)) - idle * len(decoder.expert_blocks)

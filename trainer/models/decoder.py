@@ -16,8 +16,8 @@ State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """hidden_TC (float), positions_T, segments_T, cu_seqlens, modalities_T (int32): only the first carries a gradient."""
 
 
-class DecoderBlock(nn.Module):
-    """hidden + attention(norm(hidden)), then + mlp(norm(hidden))."""
+class AttentionBlock(nn.Module):
+    """hidden + attention(norm(hidden)), then + feed_forward(hidden), which subclasses say."""
 
     def __init__(self, section: DecoderSection, backend: Backend) -> None:
         super().__init__()
@@ -29,19 +29,17 @@ class DecoderBlock(nn.Module):
         self.k = nn.Linear(section.dim, section.kv_heads * head, bias=bias)
         self.v = nn.Linear(section.dim, section.kv_heads * head, bias=bias)
         self.out = nn.Linear(section.heads * head, section.dim, bias=False)
-        self.mlp_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
-        self.gate = nn.Linear(section.dim, section.mlp, bias=False)
-        self.up = nn.Linear(section.dim, section.mlp, bias=False)
-        self.down = nn.Linear(section.mlp, section.dim, bias=False)
-        _init_block(self, section.depth)
 
     def forward(self, state: State) -> State:
         """The state with new hidden values."""
         hidden, positions, segments, cu_seqlens, modalities = state
         hidden = hidden + self._attend(self.attention_norm(hidden), positions, segments, cu_seqlens)
-        x = self.mlp_norm(hidden)
-        hidden = hidden + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        hidden = hidden + self.feed_forward(hidden, segments)
         return hidden, positions, segments, cu_seqlens, modalities
+
+    def feed_forward(self, hidden_TC: Tensor, segments_T: Tensor) -> Tensor:
+        """[T, C] to add to the hidden values."""
+        raise NotImplementedError
 
     def _attend(self, x_TC: Tensor, positions_T: Tensor, segments_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         q = self.q(x_TC).unflatten(-1, (self.heads, -1))
@@ -58,6 +56,24 @@ class DecoderBlock(nn.Module):
             cu_seqlens=cu_seqlens,
         )
         out: Tensor = self.out(mixed[0].flatten(1))
+        return out
+
+
+class DecoderBlock(AttentionBlock):
+    """A block with one SwiGLU network."""
+
+    def __init__(self, section: DecoderSection, backend: Backend) -> None:
+        super().__init__(section, backend)
+        self.mlp_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
+        self.gate = nn.Linear(section.dim, section.mlp, bias=False)
+        self.up = nn.Linear(section.dim, section.mlp, bias=False)
+        self.down = nn.Linear(section.mlp, section.dim, bias=False)
+        init_block(self, section.depth)
+
+    def feed_forward(self, hidden_TC: Tensor, segments_T: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x)) of x = norm(hidden)."""
+        x = self.mlp_norm(hidden_TC)
+        out: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
         return out
 
 
@@ -89,7 +105,8 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_THD.dtype)
 
 
-def _init_block(block: nn.Module, depth: int) -> None:
+def init_block(block: nn.Module, depth: int) -> None:
+    """Draw a block's Linears: std 0.02, those that write to the residual stream by 1 / sqrt(2 depth) less."""
     for name, part in block.named_children():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02 / (math.sqrt(2 * depth) if name in ("out", "down") else 1))

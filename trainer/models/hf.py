@@ -21,7 +21,7 @@ from shared.errors import CheckpointError
 from shared.sections import AudioEncoderSection, DecoderSection, VisionSection
 from trainer.models.audio import sinusoids
 
-FamilyName = Literal["clip", "siglip", "whisper", "llama", "qwen2"]
+FamilyName = Literal["clip", "siglip", "whisper", "llama", "qwen2", "mixtral"]
 Part = Literal["vision", "audio", "decoder"]
 PartSection = VisionSection | AudioEncoderSection | DecoderSection
 Reshape = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -53,6 +53,7 @@ FAMILIES: dict[FamilyName, Family] = {
     "whisper": Family("audio", "model.encoder.", r"(model\.)?encoder\.", r"(model\.)?decoder\..*|proj_out\.weight"),
     "llama": Family("decoder", "model.", r"model\.", DECODER_IGNORED),
     "qwen2": Family("decoder", "model.", r"model\.", DECODER_IGNORED),
+    "mixtral": Family("decoder", "model.", r"model\.", DECODER_IGNORED),
 }
 
 
@@ -161,14 +162,15 @@ def _encoder_block(ours: str, theirs: str, names: Mapping[str, str], key_bias: b
     return rules
 
 
-DECODER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "out": "self_attn.o_proj",
+ATTENTION_NAMES = {"attention_norm": "input_layernorm", "out": "self_attn.o_proj"}
+MLP_NAMES = {
     "mlp_norm": "post_attention_layernorm",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+ROUTER_NAMES = {"expert_norm": "post_attention_layernorm", "router": "block_sparse_moe.gate"}
+EXPERT_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def _decoder_rules(section: DecoderSection) -> list[Rule]:
@@ -178,11 +180,21 @@ def _decoder_rules(section: DecoderSection) -> list[Rule]:
         rules += _same(f"{last}.vocabulary", "lm_head", "weight")
     projected = ("weight", "bias") if section.qkv_bias else ("weight",)
     for i in range(section.depth):
-        for name, theirs in DECODER_NAMES.items():
+        for name, theirs in (ATTENTION_NAMES | (ROUTER_NAMES if section.experts else MLP_NAMES)).items():
             rules += _same(f"{i + 1}.{name}", f"layers.{i}.{theirs}", "weight")
+        rules += _expert_rules(f"{i + 1}.experts", f"layers.{i}.block_sparse_moe.experts", section.experts)
         for name in "qkv":
             rules += _same(f"{i + 1}.{name}", f"layers.{i}.self_attn.{name}_proj", *projected)
     return rules
+
+
+def _expert_rules(ours: str, theirs: str, experts: int) -> list[Rule]:
+    """[E, ...] of ours is a matrix of theirs for each expert; none without experts."""
+    found = []
+    for name, their in EXPERT_NAMES.items() if experts else ():
+        names = tuple(f"{theirs}.{expert}.{their}.weight" for expert in range(experts))
+        found.append(Rule((f"{ours}.{name}",), names, _unstacked, _piled))
+    return found
 
 
 def _same(ours: str, theirs: str, *kinds: str) -> list[Rule]:
@@ -224,6 +236,14 @@ def _thirds(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _stacked(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat(list(tensors))]
+
+
+def _unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list(tensors[0].unbind())
+
+
+def _piled(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.stack(list(tensors))]
 
 
 def _without_key(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -72,15 +72,23 @@ SIGLIP = {"class_token": False, "pre_norm": False, "patch_bias": True, "pixels":
 WHISPER = {"positions": "table", "key_bias": False}
 IMAGES = {"num_channels": 3}
 LLAMA = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
+SLIDING = {"use_sliding_window": False}
+ROUTED = {
+    "experts": ("num_local_experts", 8),
+    "experts_per_token": ("num_experts_per_tok", 2),
+    "norm_eps": ("rms_norm_eps", 1e-5),
+}
+MIXTRAL = {"qkv_bias": False, "expert_every": 1, "expert_mlp": 0, "capacity_factor": 0.0}
+UNROUTED = {"sliding_window": None, "router_jitter_noise": 0.0}
 SILU = ("hidden_act", "silu")
+THETAS = {"mixtral": 1e6}
 FORMS: dict[FamilyName, Form] = {
     "clip": Form(_vision(1e-5), CLIP, IMAGES, ("hidden_act", "quick_gelu"), "CLIPVisionModel"),
     "siglip": Form(_vision(1e-6), SIGLIP, IMAGES, ("hidden_act", "gelu_pytorch_tanh"), "SiglipVisionModel"),
     "whisper": Form(AUDIO, WHISPER, {"scale_embedding": False}, ("activation_function", "gelu"), "WhisperModel"),
-    "llama": Form(_decoder(32_000, 11_008, None), {"qkv_bias": False}, LLAMA, SILU, "LlamaForCausalLM"),
-    "qwen2": Form(
-        _decoder(151_936, 22_016, 32), {"qkv_bias": True}, {"use_sliding_window": False}, SILU, "Qwen2ForCausalLM"
-    ),
+    "llama": Form(_decoder(32_000, 11_008, None), {"qkv_bias": False, "experts": 0}, LLAMA, SILU, "LlamaForCausalLM"),
+    "qwen2": Form(_decoder(151_936, 22_016, 32), {"qkv_bias": True, "experts": 0}, SLIDING, SILU, "Qwen2ForCausalLM"),
+    "mixtral": Form(_decoder(32_000, 14_336, 8) | ROUTED, MIXTRAL, UNROUTED, SILU, "MixtralForCausalLM"),
 }
 MODEL_TYPES: dict[str, FamilyName] = {
     "clip": "clip",
@@ -90,6 +98,7 @@ MODEL_TYPES: dict[str, FamilyName] = {
     "whisper": "whisper",
     "llama": "llama",
     "qwen2": "qwen2",
+    "mixtral": "mixtral",
 }
 GRIDS: dict[str, tuple[int, int]] = {"clip": (224, 32), "siglip": (224, 16)}
 
@@ -119,7 +128,7 @@ def section_from_hf(config: Json) -> PartSection:
     values = {name: config.get(key, default) for name, (key, default) in form.fields.items()} | form.fixed
     kind = SECTIONS[FAMILIES[family].part]
     if kind is DecoderSection:
-        values |= _decoder_values(config, values)
+        values |= _decoder_values(config, values, THETAS.get(family, 10_000.0))
     else:
         values["activation"] = _activation(*form.activation, config)
     if kind is VisionSection:
@@ -168,7 +177,7 @@ def config_to_hf(section: PartSection, patch: int, tokens: int) -> dict[str, Any
         theta = section.rope_theta
         rope = {"rope_type": "default", "rope_theta": theta}
         found |= {"hidden_act": "silu", "rope_theta": theta, "rope_parameters": rope, "max_position_embeddings": tokens}
-        return found | ({"head_dim": section.head_size} if family == "llama" else {})
+        return found | ({} if family == "qwen2" else {"head_dim": section.head_size})
     found[form.activation[0]] = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[section.activation]
     if isinstance(section, VisionSection):
         found |= {"model_type": f"{family}_vision_model", "image_size": section.grid * patch, "patch_size": patch}
@@ -177,10 +186,23 @@ def config_to_hf(section: PartSection, patch: int, tokens: int) -> dict[str, Any
 
 
 def _decoder_family(section: DecoderSection) -> FamilyName:
+    if section.experts:
+        _check_mixtral(section)
+        return "mixtral"
     if section.qkv_bias and section.head_size * section.heads != section.dim:
         rule = "cannot be exported together with qkv_bias: Qwen2's head size is dim / heads"
         raise ConfigError("model.decoder.head_dim", section.head_dim, rule, "train without one of both")
     return "qwen2" if section.qkv_bias else "llama"
+
+
+def _check_mixtral(section: DecoderSection) -> None:
+    for name, value in MIXTRAL.items():
+        if getattr(section, name) != value:
+            rule = f"cannot be exported together with experts: Mixtral's form has {value}"
+            raise ConfigError(f"model.decoder.{name}", getattr(section, name), rule, f"train with {value}")
+    if section.experts_per_token == 1:
+        rule = "cannot be exported: Mixtral weighs a single expert by 1, this model by its probability"
+        raise ConfigError("model.decoder.experts_per_token", 1, rule, "train with 2 or more")
 
 
 def _own(config: Json) -> Json:
@@ -209,8 +231,11 @@ def _grid(family: FamilyName, config: Json) -> int:
     return int(config.get("image_size", image)) // int(config.get("patch_size", patch))
 
 
-def _decoder_values(config: Json, values: dict[str, Any]) -> dict[str, Any]:
-    """Heads, head size and rotary base, after refusing other attention and rotary variants."""
+def _decoder_values(config: Json, values: dict[str, Any], base: float) -> dict[str, Any]:
+    """Heads, head size and rotary base, after refusing other attention, rotary and routing variants."""
+    if values["experts"] and values["experts_per_token"] == 1:
+        rule = "is not supported: Mixtral weighs a single expert by 1, this model by its probability"
+        raise ConfigError("num_experts_per_tok", 1, rule, "give another checkpoint")
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(
             "hidden_act", config["hidden_act"], "is not supported: only silu is", "give another checkpoint"
@@ -225,7 +250,7 @@ def _decoder_values(config: Json, values: dict[str, Any]) -> dict[str, Any]:
     if share != 1.0:
         raise ConfigError("partial_rotary_factor", share, "is not supported: only 1.0 is", "give another checkpoint")
     head = config.get("head_dim") or 0
-    theta = {"rope_theta": 10_000.0, **config, **rope}["rope_theta"]
+    theta = {"rope_theta": base, **config, **rope}["rope_theta"]
     usual = head * values["heads"] == values["dim"]
     kv_heads = values["kv_heads"] or values["heads"]
     return {"kv_heads": kv_heads, "head_dim": 0 if usual else head, "rope_theta": float(theta)}

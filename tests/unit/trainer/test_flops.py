@@ -1,6 +1,7 @@
 """FLOPs are three times those that torch counts in a forward pass without padding; MFU is their share of the peak."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,11 +18,16 @@ from trainer.models import build
 from trainer.models.vision import resample
 from trainer.preprocess import DeviceBatch, Tensors
 
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "forms": {"vision": {"class_token": True}, "decoder": {"head_dim": 20}},
+    "experts": {"decoder": {"experts": 4, "experts_per_token": 3, "expert_mlp": 48, "expert_every": 2}},
+}
 
-@pytest.fixture(params=["plain", "forms"])
+
+@pytest.fixture(params=MODELS)
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
-    forms = {"vision": {"class_token": True}, "decoder": {"head_dim": 20}} if request.param == "forms" else {}
-    return run_config(tmp_path, "part-{0..0}.tar", model=forms)
+    return run_config(tmp_path, "part-{0..0}.tar", model=MODELS[request.param])
 
 
 def batch_of(config: RunConfig, image: bool, audio: bool, captions: list[int]) -> DeviceBatch:

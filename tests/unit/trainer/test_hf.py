@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from shared.errors import CheckpointError, ConfigError
 from shared.sections import AudioEncoderSection, DecoderSection, VisionSection
-from tests.support.hugging import MODELS, PATCH, hf_model, saved, transformers
+from tests.support.hugging import MODELS, PATCH, hf_model, saved, stored_names, transformers
 from trainer.features import Patches
 from trainer.models.audio import AudioTower
 from trainer.models.build import Stack
 from trainer.models.decoder import DecoderBlock, Head
 from trainer.models.hf import from_hf, to_hf
 from trainer.models.hf_config import config_to_hf, family_from_hf, family_of, section_from_hf
+from trainer.models.moe import ExpertBlock
 from trainer.models.vision import VisionTower
 from trainer.weights import read_config, read_tensors, save_sharded
 
@@ -27,7 +28,7 @@ def ours_of(model: Any, prefix: str) -> tuple[Any, dict[str, Tensor]]:
     """The section of a transformers model, and its weights by our names without `prefix`."""
     config = model.config.to_dict()
     section = section_from_hf(config)
-    state = from_hf(model.state_dict(), family_from_hf(config), section)
+    state = from_hf(stored_names(model), family_from_hf(config), section)
     return section, {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
@@ -67,7 +68,8 @@ def test_an_audio_tower_gives_the_features_of_transformers(places: int, spoken: 
 
 
 def decoder_of(section: DecoderSection, state: dict[str, Tensor]) -> tuple[nn.Embedding, nn.Module]:
-    blocks: list[nn.Module] = [DecoderBlock(section, "sdpa") for _ in range(section.depth)]
+    kind = ExpertBlock if section.experts else DecoderBlock
+    blocks: list[nn.Module] = [kind(section, "sdpa") for _ in range(section.depth)]
     head = Head(section)
     embedding = nn.Embedding(section.vocab, section.dim)
     if section.tied:
@@ -78,7 +80,7 @@ def decoder_of(section: DecoderSection, state: dict[str, Tensor]) -> tuple[nn.Em
     return embedding, stack
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen2-tied"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen2-tied", "mixtral"])
 def test_one_pack_of_two_gives_the_logits_of_two_separate_runs(name: str) -> None:
     model: Any = hf_model(name)
     section, state = ours_of(model, "")
@@ -173,6 +175,11 @@ REFUSED = [
     ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling \(llama3\)"),
     ({"model_type": "qwen2", "rope_parameters": {"rope_type": "yarn"}}, r"rope_scaling \(yarn\)"),
     ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling \(linear\)"),
+    (
+        {"model_type": "mixtral", "num_experts_per_tok": 1},
+        r"num_experts_per_tok \(1\) is not supported: Mixtral",
+    ),
+    ({"model_type": "mixtral", "sliding_window": 4096}, r"sliding_window \(4096\) is not supported"),
     ({"model_type": "llama", "attention_bias": True}, r"attention_bias \(True\)"),
     ({"model_type": "llama", "mlp_bias": True}, r"mlp_bias \(True\)"),
     ({"model_type": "llama", "hidden_act": "gelu"}, r"hidden_act \(gelu\)"),
@@ -192,9 +199,9 @@ def test_what_the_model_cannot_compute_is_refused_by_name(config: dict[str, Any]
         section_from_hf(config)
 
 
-@pytest.mark.parametrize("name", ["CLIPConfig", "SiglipConfig", "WhisperConfig", "LlamaConfig", "Qwen2Config"])
-def test_a_key_left_out_has_the_familys_default(name: str) -> None:
-    whole = getattr(transformers, name)()
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Whisper", "Llama", "Qwen2", "Mixtral"])
+def test_a_key_left_out_has_the_familys_default(kind: str) -> None:
+    whole = getattr(transformers, f"{kind}Config")()
     diff = {"model_type": whole.model_type, "vision_config": {}} if "vision" in str(whole) else None
     assert section_from_hf(diff or {"model_type": whole.model_type}) == section_from_hf(whole.to_dict())
 
@@ -204,6 +211,9 @@ def test_a_form_that_no_family_has_cannot_be_exported() -> None:
         family_of(VisionSection(class_token=True))
     with pytest.raises(ConfigError, match="head_dim"):
         family_of(DecoderSection(head_dim=64, qkv_bias=True))
+    for changes in ({"qkv_bias": True}, {"expert_every": 2}, {"capacity_factor": 1.0}, {"experts_per_token": 1}):
+        with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*Mixtral"):
+            family_of(DecoderSection(experts=4, **changes))  # type: ignore[arg-type]
 
 
 def test_siglips_pixels_have_mean_and_deviation_one_half() -> None:

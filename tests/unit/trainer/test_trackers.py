@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shared.errors import ConfigError
 from tests.support.daemons import wait_until
+from trainer.expert_stats import ExpertStats
 from trainer.log import StepLine
-from trainer.trackers import OPENERS, open_tracker
+from trainer.trackers import OPENERS, numbers, open_tracker
 
 
 def line(step: int, loss: float, mfu: float | None = None) -> StepLine:
@@ -31,6 +33,13 @@ def test_tensorboard_shows_what_the_weights_have_seen(tmp_path: Path) -> None:
     after.close()
     assert scalars(tmp_path, "loss") == {0: 3.0, 1: 2.0, 2: 1.0}
     assert scalars(tmp_path, "mfu") == {2: 0.5}
+
+
+def test_experts_are_tracked_by_single_numbers() -> None:
+    stats = ExpertStats(1.5, 2.5, 3.0, 0.25, ((0.75, 0.25),))
+    found = numbers(msgspec.structs.replace(line(0, 3.0), experts=stats))
+    wanted = {"balance_loss": 1.5, "router_z_loss": 2.5, "load_max": 3.0, "dropped_share": 0.25}
+    assert found == numbers(line(0, 3.0)) | {f"experts/{name}": value for name, value in wanted.items()}
 
 
 def test_weights_and_biases_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
