@@ -99,9 +99,8 @@ def reference(config: RunConfig, place: Place, want: Sequence[Line]) -> Iterator
     with client:
         for batch in islice(client, len(want)):
             where = (*msgspec.structs.astuple(batch.cursor), place.rank, place.ranks)
-            yield Line(
-                *where, batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum, batch.after
-            )
+            what = (batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum)
+            yield Line(*where, *what, after=batch.after)
 
 
 def flat(samples: Sequence[Sample]) -> str:

@@ -28,7 +28,7 @@ WAIT_S = 600.0
 PAUSE_S = 0.005
 
 
-class Line(Consumed, frozen=True):
+class Line(Consumed, frozen=True, kw_only=True):
     """A line of the consumed log, with the cursor to go on from."""
 
     after: Cursor = Cursor()
@@ -122,7 +122,7 @@ def read(
                 time.sleep(PAUSE_S)
             where = (*msgspec.structs.astuple(batch.cursor), rank, ranks)
             what = (batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum)
-            out.write([Line(*where, *what, batch.after)])
+            out.write([Line(*where, *what, after=batch.after)])
 
 
 def ends_step(line: Line) -> bool:
