@@ -53,12 +53,14 @@ def measure(variant: Variant, config: Path, folder: Path, options: list[str], wa
     command = [*DEEPSPEED, "--num_gpus", str(world), "--master_port", str(free_port()), "--module", "trainer", "bench"]
     device = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     log = folder / "trainer.log"
-    with serving(path), log.open("wb") as file:
+    with serving(path) as daemon, log.open("wb") as file:
         command += ["--config", str(path), *counts]
         try:
             subprocess.run(command, cwd=ROOT, env={**os.environ, **device}, stdout=file, stderr=file, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             return f"not done after {LIMIT_S} s: " + tail(log)
+        finally:
+            daemon.terminate()
     return msgspec.json.decode(out.read_bytes(), type=Numbers) if out.exists() else tail(log)
 
 
