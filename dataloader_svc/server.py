@@ -160,8 +160,8 @@ class Listener:
 
     def _let_in(self) -> None:
         """Answer who asks to be let in, and count whom the handshake kept out."""
-        allowed = {z85.decode(key) for key in self._keys.allowed} if self._keys else set()
         while self._zap.poll(0):
+            allowed = {z85.decode(key) for key in self._keys.allowed} if self._keys else set()
             reply, why = zap.answer(self._zap.recv_multipart(), allowed)
             self._zap.send_multipart(reply)
             self._count("key", why)

@@ -28,6 +28,8 @@ from shared.errors import (
 from shared.telemetry import setup_logging
 
 if TYPE_CHECKING:
+    from shared.sections import RunConfig
+    from trainer.launch import Ranks
     from trainer.models.hf import Part
 
 EXIT_CODES = """Exit codes: 0 done or stopped by a signal after saving, 2 configuration refused, 3 loader or data, 4
@@ -54,11 +56,7 @@ def train_run(
 
     Example: deepspeed --num_gpus 2 --module trainer train --config run.yaml --set train.steps=50
     """
-    from trainer.launch import join
-
-    setup_logging("trainer")
-    run = load(config, overrides or ())
-    ranks = join(run)
+    run, ranks = _joined(config, overrides)
     from trainer.train import train
 
     train(run, ranks, resume)
@@ -82,11 +80,7 @@ def bench_run(
 
     Example: deepspeed --num_gpus 1 --module trainer bench --config run.yaml --steps 50
     """
-    from trainer.launch import join
-
-    setup_logging("trainer")
-    run = load(config, overrides or ())
-    ranks = join(run)
+    run, ranks = _joined(config, overrides)
     from trainer.bench import bench
 
     bench(run, ranks, warmup, steps, out)
@@ -158,6 +152,15 @@ def verify_checkpoint(
     words = f"{folder.name}: step {manifest.step}, {len(manifest.files)} files, {size_bytes:,} bytes, all as saved"
     Console().print(words, highlight=False)
     Console().print(f"saved with {manifest.layout}; next batch {manifest.cursor}", highlight=False)
+
+
+def _joined(config: Path, overrides: list[str] | None) -> "tuple[RunConfig, Ranks]":
+    """The run file, and this process's place among the others; DeepSpeed may be imported from here on."""
+    from trainer.launch import join
+
+    setup_logging("trainer")
+    run = load(config, overrides or ())
+    return run, join(run)
 
 
 def main() -> None:

@@ -221,10 +221,9 @@ def one_step(config: RunConfig, ranks: Ranks, parts: Parts, step: int, stop: Sto
     result = parts.engine.train_batch(parts.feed or iter(()), lr)
     taken = take(parts, ranks)
     totals = Totals(*ranks.sum(share_of(ranks, taken, result, stop)))
-    line = step_line(step, result, lr, totals, time.perf_counter() - began, parts.client)
-    peak = peak_tflops(ranks.device, config.train.peak_tflops)
-    share = mfu(totals.flops, line.step_s, ranks.mesh.world, peak)
-    return Step(msgspec.structs.replace(line, mfu=share), taken, result, totals)
+    step_s = time.perf_counter() - began
+    share = mfu(totals.flops, step_s, ranks.mesh.world, peak_tflops(ranks.device, config.train.peak_tflops))
+    return Step(step_line(step, result, lr, totals, step_s, share, parts.client), taken, result, totals)
 
 
 def take(parts: Parts, ranks: Ranks) -> Taken | None:
@@ -247,15 +246,21 @@ def share_of(ranks: Ranks, taken: Taken | None, result: StepResult, stop: Stop) 
 
 
 def step_line(
-    step: int, result: StepResult, lr: float, totals: Totals, step_s: float, client: LoaderClient | None
+    step: int,
+    result: StepResult,
+    lr: float,
+    totals: Totals,
+    step_s: float,
+    share: float | None,
+    client: LoaderClient | None,
 ) -> StepLine:
-    """The step's numbers, all but its MFU."""
+    """The step's numbers; `share` is its MFU."""
     waits = client.wait_stats().run if client else Waits()
     speed = totals.tokens / step_s
     loss, norm = (x if math.isfinite(x) else None for x in (result.loss, result.grad_norm))
     numbers = (lr, totals.tokens, totals.samples, step_s, speed)
     times = waits.p50_s * 1e3, waits.p99_s * 1e3
-    return StepLine(step, loss, norm, *numbers, *times, skipped=result.skipped, experts=result.experts)
+    return StepLine(step, loss, norm, *numbers, *times, share, result.skipped, result.experts)
 
 
 def record(parts: Parts, line: StepLine, taken: Taken | None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared.mesh import Mesh
 from trainer.models.moe import Experts, expert_blocks
-from trainer.parallel.groups import lines
+from trainer.parallel.groups import lines, make_group
 
 NAME = "experts"
 """What DeepSpeed calls the group of parameters that are not replicated over all data ranks."""
@@ -34,7 +34,8 @@ class ExpertGroup:
 def make_expert_group(mesh: Mesh, rank: int) -> ExpertGroup:
     """This rank's group; all ranks call it together."""
     place = mesh.coords(rank).data % mesh.expert
-    return ExpertGroup(_make(expert_lines(mesh), rank), _make(replica_lines(mesh), rank), place, mesh.expert)
+    group, replicas = make_group(expert_lines(mesh), rank), make_group(replica_lines(mesh), rank)
+    return ExpertGroup(group, replicas, place, mesh.expert)
 
 
 def expert_lines(mesh: Mesh) -> list[list[int]]:
@@ -132,9 +133,3 @@ def _share(whole: nn.Parameter, group: ExpertGroup) -> nn.Parameter:
     held = nn.Parameter(whole.detach().narrow(0, group.rank * size, size).clone(), whole.requires_grad)
     held.allreduce, held.group_name = False, NAME  # type: ignore[attr-defined]
     return held
-
-
-def _make(found: list[list[int]], rank: int) -> dist.ProcessGroup:
-    made = {rank in ranks: dist.new_group(ranks) for ranks in found}
-    group: dist.ProcessGroup = made[True]
-    return group

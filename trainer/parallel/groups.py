@@ -66,7 +66,8 @@ class Groups:
 
 def make_groups(mesh: Mesh, rank: int) -> Groups:
     """This rank's groups; all ranks call it together."""
-    return Groups(mesh, rank, _make(mesh, rank, "tensor"), _make(mesh, rank, "data"))
+    tensor, data = (make_group(lines(mesh, axis), rank) for axis in ("tensor", "data"))
+    return Groups(mesh, rank, tensor, data)
 
 
 def lines(mesh: Mesh, axis: str) -> list[list[int]]:
@@ -82,7 +83,8 @@ def lines(mesh: Mesh, axis: str) -> list[list[int]]:
     return list(found.values())
 
 
-def _make(mesh: Mesh, rank: int, axis: str) -> dist.ProcessGroup:
-    made = {rank in ranks: dist.new_group(ranks) for ranks in lines(mesh, axis)}
+def make_group(every: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """Make a group of each list of ranks, which every rank does in one order; the one that holds `rank`."""
+    made = {rank in ranks: dist.new_group(ranks) for ranks in every}
     group: dist.ProcessGroup = made[True]
     return group
