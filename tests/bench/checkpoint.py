@@ -4,7 +4,6 @@ One process trains on made-up batches of the small test model, widened, and save
 background and not, in one run. A save takes as long as training stands still for it.
 """
 
-import datetime
 import platform
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ import typer
 from shared.batch import Cursor
 from shared.config import load
 from shared.sections import CheckpointSection, RunConfig
+from tests.bench.report import RESULTS, today
 from tests.support import packs
 from tests.support.runs import run_file
 from trainer.checkpoint import Checkpoints
@@ -27,7 +27,6 @@ from trainer.feed import MicroBatch
 from trainer.launch import Ranks, join
 from trainer.manifest import layout_of, signature_of, step_name
 
-RESULTS = Path(__file__).parent / "results"
 WAYS = {"asynchronous": True, "synchronous": False}
 
 
@@ -96,7 +95,6 @@ def main(
     depth: int = 8,
 ) -> None:
     """Measure, print and write a dated table."""
-    today = datetime.datetime.now(datetime.UTC).date()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         config = make_config(Path(folder), dim, depth)
         ranks = join(config)
@@ -106,14 +104,14 @@ def main(
     lines = ["# What a checkpoint costs the training loop", ""]
     command = f"python -m tests.bench.checkpoint --saves {saves} --every {every} --dim {dim} --depth {depth}"
     name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else f"{platform.machine()} CPU"
-    lines += [f"{today}, {name}, torch {torch.__version__}; `{command}`; one checkpoint is {size / 1e6:.0f} MB", ""]
+    lines += [f"{today()}, {name}, torch {torch.__version__}; `{command}`; one checkpoint is {size / 1e6:.0f} MB", ""]
     lines += [str(__doc__).split("\n\n", 1)[1].strip(), "", "| what | median ms | largest ms | count |"]
     lines += ["|---|---:|---:|---:|"]
     lines += [
         f"| {what} | {1e3 * statistics.median(times):.1f} | {1e3 * max(times):.1f} | {len(times)} |"
         for what, times in sorted(found.items())
     ]
-    path = out or RESULTS / f"checkpoint_{ranks.device.type}_{today}.md"
+    path = out or RESULTS / f"checkpoint_{ranks.device.type}_{today()}.md"
     path.write_text("\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
 

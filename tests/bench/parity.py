@@ -5,7 +5,6 @@ model, with clipping always active; then the same with four experts in each bloc
 far larger than anyone would set. Differences are the largest over the steps, and for weights over all of them.
 """
 
-import datetime
 import platform
 import tempfile
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Annotated
 import torch
 import typer
 
+from tests.bench.report import dated, today
 from tests.support.layouts import Differences, differences, run_layout
 
-RESULTS = Path(__file__).parent / "results"
 SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 RECOMPUTE = ["train.recompute={vision: all, audio: all, decoder: all, projectors: true}"]
 OFFLOAD = "train.offload_optimizer=true"
@@ -70,18 +69,20 @@ def main(
     out: Annotated[Path | None, typer.Argument(help="Markdown to write; parity_cpu_<date>.md without")] = None,
 ) -> None:
     """Measure, print and write a dated table."""
-    today = datetime.datetime.now(datetime.UTC).date()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder) / "dense", LAYOUTS, CASES, SHARDED)
         experts = measure(Path(folder) / "experts", EXPERT_LAYOUTS, EXPERT_CASES, {})
     found += [(name, f"{case}, experts", each) for name, case, each in experts]
     lines = ["# Layouts against one process", ""]
-    lines += [f"{today}, {platform.machine()} CPU, gloo, torch {torch.__version__}; `python -m tests.bench.parity`", ""]
+    lines += [
+        f"{today()}, {platform.machine()} CPU, gloo, torch {torch.__version__}; `python -m tests.bench.parity`",
+        "",
+    ]
     lines += [str(__doc__).split("\n\n", 1)[1].strip(), ""]
     lines += ["| layout | case | loss (relative) | gradient norm (relative) | weights (absolute) |"]
     lines += ["|---|---|---:|---:|---:|"]
     lines += [f"| {name} | {case} | " + " | ".join(f"{x:.1e}" for x in each) + " |" for name, case, each in found]
-    path = out or RESULTS / f"parity_cpu_{today}.md"
+    path = out or dated("parity")
     path.write_text("\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
 

@@ -17,7 +17,7 @@ from shared.config import endpoint
 from shared.sections import RunConfig
 from tests.support.daemons import serving
 from tests.support.ordering import Broken, hold, name, walk
-from tests.support.reading import Line, Place, ends_step, lines
+from tests.support.reading import Line, Place, ends_step, line_of, lines
 from tests.support.watch import FEWEST, Footprint, growth
 from trainer.client import LoaderClient
 
@@ -98,9 +98,7 @@ def reference(config: RunConfig, place: Place, want: Sequence[Line]) -> Iterator
     )
     with client:
         for batch in islice(client, len(want)):
-            where = (*msgspec.structs.astuple(batch.cursor), place.rank, place.ranks)
-            what = (batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum)
-            yield Line(*where, *what, after=batch.after)
+            yield line_of(batch, place.rank, place.ranks)
 
 
 def flat(samples: Sequence[Sample]) -> str:

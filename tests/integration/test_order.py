@@ -11,11 +11,11 @@ import pytest
 from dataloader_svc.verify import read_logs
 from shared.batch import Cursor
 from shared.config import endpoint, load
-from shared.consumed import Consumed
 from shared.sections import RunConfig
 from shared.wire import Batch
 from tests.support.daemons import Daemon, make_run, make_run_file, serving
 from tests.support.reader import RawReader
+from tests.support.reading import line_of
 from tests.support.trainers import verify
 from trainer.client import LoaderClient
 
@@ -109,9 +109,7 @@ def consume(config: RunConfig, folder: Path, ranks: int, start: Cursor, steps: i
             (folder / f"consumed-{rank}.jsonl").open("ab") as log,
         ):
             for batch in itertools.islice(client, steps * BATCH["micro_batches"] // ranks):
-                at = (batch.cursor.epoch, batch.cursor.step, batch.cursor.micro, rank, ranks)
-                named = (batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum)
-                log.write(msgspec.json.encode(Consumed(*at, *named, skipped_from=batch.skipped_from)) + b"\n")
+                log.write(msgspec.json.encode(line_of(batch, rank, ranks)) + b"\n")
             after.add(client.position)
     assert len(after) == 1
     return after.pop()

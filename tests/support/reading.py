@@ -21,6 +21,7 @@ from shared.batch import Cursor
 from shared.config import endpoint, load
 from shared.consumed import Consumed
 from tests.support.ranks import ROOT
+from trainer.batches import Batch
 from trainer.client import LoaderClient
 from trainer.log import Lines, cut_after
 
@@ -32,6 +33,13 @@ class Line(Consumed, frozen=True, kw_only=True):
     """A line of the consumed log, with the cursor to go on from."""
 
     after: Cursor = Cursor()
+
+
+def line_of(batch: Batch, rank: int, ranks: int) -> Line:
+    """What data rank `rank` of `ranks` logs of a batch."""
+    where = (*msgspec.structs.astuple(batch.cursor), rank, ranks)
+    what = (batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum, batch.skipped_from)
+    return Line(*where, *what, after=batch.after)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -120,9 +128,7 @@ def read(
             while number > allowed():
                 client.poll()
                 time.sleep(PAUSE_S)
-            where = (*msgspec.structs.astuple(batch.cursor), rank, ranks)
-            what = (batch.batch_id, batch.sample_ids, batch.substituted, batch.group, batch.checksum)
-            out.write([Line(*where, *what, after=batch.after)])
+            out.write([line_of(batch, rank, ranks)])
 
 
 def ends_step(line: Line) -> bool:

@@ -1,7 +1,6 @@
 """Laws of the client, against a daemon of one thread over a real socket and a real segment."""
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from shared.config import digest
 from shared.errors import ConfigError, LoaderTimeout, ProtocolError, SlotError, TooManyBadSamples
 from shared.sections import DataSection
 from shared.slots import SlotPool
+from tests.support.clients import eventually, take
 from tests.support.fake_daemon import FakeDaemon, content
 from tests.support.runs import run_config
 from trainer.batches import Batch
@@ -46,18 +46,6 @@ class Event:
 
     def query(self) -> bool:
         return self.done
-
-
-def take(client: LoaderClient, count: int) -> list[Cursor]:
-    return [next(client).cursor for _ in range(count)]
-
-
-def eventually(what: object) -> None:
-    """Wait, bounded, until a callable is true: for what the daemon's thread is about to do."""
-    deadline = time.monotonic() + 60
-    while not what():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 CHAIN = [Cursor(0, s, m) for s in range(20) for m in range(2)]

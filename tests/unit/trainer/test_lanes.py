@@ -1,6 +1,5 @@
 """Laws of the tcp lane and of reading from several daemons, against daemons of one thread over real sockets."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from shared import wire
 from shared.batch import Cursor, groups
 from shared.errors import ConfigError, ProtocolError, SlotError
 from shared.sections import DataSection
+from tests.support.clients import eventually, take
 from tests.support.fake_daemon import FakeDaemon, content
 from tests.support.ports import free_port
 from tests.support.runs import run_config
@@ -48,17 +48,6 @@ def pair(tmp_path: Path, data: DataSection) -> Iterator[list[FakeDaemon]]:
 def expected(batch: Batch, data: DataSection) -> np.ndarray:
     group = groups(data)[batch.group]
     return content(group, batch.spec, batch.cursor)
-
-
-def take(client: LoaderClient, count: int) -> list[Cursor]:
-    return [next(client).cursor for _ in range(count)]
-
-
-def eventually(what: object) -> None:
-    deadline = time.monotonic() + 60
-    while not what():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_frames_carry_the_bytes_of_the_slots(daemon: FakeDaemon, endpoint: str, data: DataSection):
