@@ -5,6 +5,7 @@ A layer takes and returns `State`, so that a pipeline can cut between any two.
 """
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """hidden_TC (float), positions_T, segments_T, cu_seqlens, modalities_T (int32): only the first carries a gradient."""
 
 
-class AttentionBlock(nn.Module):
+class AttentionBlock(nn.Module, ABC):
     """hidden + attention(norm(hidden)), then + feed_forward(hidden), which subclasses say."""
 
     def __init__(self, section: DecoderSection, backend: Backend) -> None:
@@ -37,9 +38,9 @@ class AttentionBlock(nn.Module):
         hidden = hidden + self.feed_forward(hidden, segments)
         return hidden, positions, segments, cu_seqlens, modalities
 
+    @abstractmethod
     def feed_forward(self, hidden_TC: Tensor, segments_T: Tensor) -> Tensor:
         """[T, C] to add to the hidden values."""
-        raise NotImplementedError
 
     def _attend(self, x_TC: Tensor, positions_T: Tensor, segments_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         q = self.q(x_TC).unflatten(-1, (self.heads, -1))
