@@ -119,7 +119,8 @@ def main(
             typer.echo(f"{variant.name}: {found[variant.name]}")
     rows = [row(name, numbers) for name, numbers in found.items() if isinstance(numbers, Numbers)]
     lines = [f"# The trainer on {config.stem}", "", f"{today()}, {hardware()}"]
-    lines += [f"Demo data listed {copies} times; overrides: `{' '.join(override or []) or 'none'}`", "", *(table(rows) if rows else []), ""]
+    lines += [f"Demo data listed {copies} times; overrides: `{' '.join(override or []) or 'none'}`", ""]
+    lines += [*(table(rows) if rows else []), ""]
     lines += [f"{name} failed: {text.splitlines()[-1]}" for name, text in found.items() if isinstance(text, str)]
     out.write_text("\n".join(lines))
     typer.echo("\n".join(lines))
