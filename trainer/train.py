@@ -23,6 +23,7 @@ from shared.sections import RunConfig
 from shared.skips import is_skipped
 from shared.telemetry import MetricsPage, logger
 from trainer import metrics
+from trainer.beside import readers_beside
 from trainer.checkpoint import Checkpoints
 from trainer.client import LoaderClient
 from trainer.display import Display, show_summary
@@ -160,15 +161,16 @@ def build_parts(
 
 
 def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
-    """This reader's client, from the start's cursor on."""
+    """This reader's client, from the start's cursor on. A collective of the stream's readers."""
+    here = readers_beside(config, ranks)
     return LoaderClient(
         endpoints(config),
         job=config.job,
         data=config.data,
         data_rank=ranks.coords.data,
         data_ranks=ranks.mesh.data,
-        reader=ranks.reader,
-        readers=len(ranks.readers),
+        reader=here.index(ranks.rank),
+        readers=len(here),
         cursor=start.cursor,
         wait_s=config.train.wait_s,
         lane=config.loader.lane,
