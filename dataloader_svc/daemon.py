@@ -91,7 +91,8 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
     with contextlib.ExitStack() as stack:
         listener = Listener.reserve(served(config), config.loader)
         stack.callback(listener.close)
-        page = MetricsPage(config.loader.metrics_port, ready.is_set, name="loader.metrics_port")
+        loader = config.loader
+        page = MetricsPage(loader.metrics_port, ready.is_set, loader.metrics_host, "loader.metrics_port")
         stack.enter_context(page)
         store = Store.of(config.loader)
         shards = expand(config.data.datasets, config.data.missing_shards, store)

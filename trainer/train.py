@@ -103,7 +103,8 @@ def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
     check_run_dir(config, ranks, resume)
     port = config.train.metrics_port and config.train.metrics_port + ranks.rank
     stop = Stop()
-    with stop_on_signals(stop), MetricsPage(port, lambda: True, name="train.metrics_port"), ExitStack() as stack:
+    page = MetricsPage(port, lambda: True, config.train.metrics_host, "train.metrics_port")
+    with stop_on_signals(stop), page, ExitStack() as stack:
         engine = build_engine(config, ranks)
         checkpoints = build_checkpoints(config, ranks)
         start = load_start(checkpoints, engine, ranks, resume)
