@@ -96,6 +96,7 @@ class Epochs:
             plan = self._made(epoch)
             if self._files:
                 self._files.keep_plan(epoch, plan)
+                plan = self._files.plan(epoch) or plan
         return plan
 
     def _made(self, epoch: int) -> EpochPlan:
