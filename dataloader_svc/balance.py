@@ -9,6 +9,8 @@ A round is kept as it was packed where that is no worse, and so is a step, so th
 All arithmetic is on integers: the same on every machine.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -28,12 +30,16 @@ class Imbalance(msgspec.Struct, frozen=True):
     balanced: float
 
 
-def sample_costs(group: Group, tokens: Array, data: DataSection) -> Array:
-    """Cost of samples of one group by `data.batch.cost` (its formula), in thousandths of a token. int64 [E]."""
+def sample_costs(table: Sequence[Group], group: Array, tokens: Array, data: DataSection) -> Array:
+    """Cost of samples by `data.batch.cost` (its formula), in thousandths of a token. int64 [E].
+
+    `group` [E] are places in `table`, `tokens` [E] the samples' tokens.
+    """
     cost = data.batch.cost
-    patches = (group.bucket.height * group.bucket.width // data.image.patch**2) if group.bucket else 0
-    frames = group.clip_samples * FRAMES_A_SECOND / data.audio.rate_hz
-    whole = cost.patch * patches + cost.frame * frames + tokens * (cost.token + cost.token_pair * tokens)
+    patches = [g.bucket.height * g.bucket.width // data.image.patch**2 if g.bucket else 0 for g in table]
+    frames = [g.clip_samples * FRAMES_A_SECOND / data.audio.rate_hz for g in table]
+    media = cost.patch * np.array(patches) + cost.frame * np.array(frames)
+    whole = media[group] + tokens * (cost.token + cost.token_pair * tokens)
     units: Array = np.rint(COST_UNITS * whole).astype(np.int64)
     return units
 

@@ -19,6 +19,9 @@ Array = npt.NDArray[Any]
 # Two log ratios closer than this are a tie; far above rounding error, far below any difference that shows.
 TIE = 1e-9
 
+# Samples looked at together: their arrays stay in a processor's cache.
+CHUNK = 1 << 15
+
 
 class Facts(Protocol):
     """What planning needs to know: five arrays over sample ids, and the first id of each dataset (and the end)."""
@@ -41,8 +44,12 @@ class Facts(Protocol):
     @property
     def dataset_starts(self) -> tuple[int, ...]: ...
 
+    @property
+    def facts(self) -> "Facts":
+        """The same, ready in memory for as long as it is held."""
 
-class Columns(msgspec.Struct, frozen=True):
+
+class Columns(msgspec.Struct, frozen=True, weakref=True):
     """Facts held as plain arrays of equal length: pixels (0 = no image), samples, tokens, verdicts (0 = good).
 
     Without `dataset_starts` there is one dataset.
@@ -54,6 +61,11 @@ class Columns(msgspec.Struct, frozen=True):
     text_tokens: Array
     verdict: Array
     dataset_starts: tuple[int, ...] = ()
+
+    @property
+    def facts(self) -> "Columns":
+        """Itself."""
+        return self
 
 
 def nearest_bucket(height: int, width: int, choices: Sequence[Bucket]) -> int:
@@ -77,13 +89,24 @@ def assign(facts: Facts, data: DataSection) -> npt.NDArray[np.int16]:
     An image goes to the nearest bucket, a clip to the shortest class that holds it. A clip longer than the largest
     class goes to that one, and the decoder cuts it.
     """
-    classes = np.array(clip_classes(data.audio), np.int64)
-    bucket_I = np.zeros(len(facts.verdict), np.int16)
-    seen = facts.height > 0
-    bucket_I[seen] = 1 + _nearest(facts.height[seen], facts.width[seen], buckets(data.image))
-    held = np.minimum(np.searchsorted(classes, facts.clip_samples), len(classes) - 1)
-    clip_I = np.where(facts.clip_samples > 0, 1 + held, 0)
-    return np.where(facts.verdict == 0, bucket_I * (1 + len(classes)) + clip_I, -1).astype(np.int16)
+    choices, classes = buckets(data.image), np.array(clip_classes(data.audio), np.int64)
+    found = np.empty(len(facts.verdict), np.int16)
+    for start in range(0, len(found), CHUNK):
+        part = slice(start, start + CHUNK)
+        columns = (facts.height[part], facts.width[part], facts.clip_samples[part], facts.verdict[part])
+        found[part] = _groups_of(*columns, choices, classes)
+    return found
+
+
+def _groups_of(
+    height: Array, width: Array, clip_samples: Array, verdict: Array, choices: Sequence[Bucket], classes: Array
+) -> Array:
+    bucket = np.zeros(len(verdict), np.int16)
+    seen = height > 0
+    bucket[seen] = 1 + _nearest(height[seen], width[seen], choices)
+    clip = np.where(clip_samples > 0, 1 + np.minimum(np.searchsorted(classes, clip_samples), len(classes) - 1), 0)
+    group: Array = np.where(verdict == 0, bucket * (1 + len(classes)) + clip, -1)
+    return group
 
 
 def sample_tokens(group: Group, clip_samples: Array, text_tokens: Array, audio: AudioSection) -> Array:

@@ -22,6 +22,7 @@ from dataloader_svc import tables, top, verify
 from dataloader_svc.daemon import serve as serve_run
 from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
+from dataloader_svc.jobs import plan_of
 from dataloader_svc.plan import Planner
 from dataloader_svc.server import make_keys
 from dataloader_svc.shards import expand
@@ -89,7 +90,7 @@ def index(
         show = partial(_show, progress, bar)
         report = build(shards, run.data, folder, jobs or run.loader.threads, show, store)
     found = Index.open(shards, run.data, folder, store)
-    tables.show_index(Console(), found, report, Planner(run.data, found).summary(0))
+    tables.show_index(Console(), found, report, plan_of(run, found, run.job, run.data).summary(0))
 
 
 @app.command("top")

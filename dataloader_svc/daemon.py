@@ -1,14 +1,16 @@
 """The daemon's life: the order in which parts start and stop, and the loop between.
 
-Start: config, endpoint reserved, shards, index, plan, stale segments swept, slots, workers warmed, endpoint bound,
-ready. The first signal drains: readers are told, no new batch is sent, and leases may return for `loader.drain_s`. A
-second signal ends the wait. Whatever happened, sockets are closed, workers ended and the segment unlinked.
+Start: config, endpoint reserved, shards; workers start to warm up; index, plan; stale segments swept, slots; workers
+begin, endpoint bound, ready. What only tables and metrics tell of the plan is reckoned meanwhile. The first signal
+drains: readers are told, no new batch is sent, and leases may return for `loader.drain_s`. A second signal ends the
+wait. Whatever happened, sockets are closed, workers ended and the segment unlinked.
 """
 
 import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from types import FrameType
 from dataloader_svc import metrics
 from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
-from dataloader_svc.jobs import build_jobs
+from dataloader_svc.jobs import build_jobs, plan_of
 from dataloader_svc.plan import Planner
 from dataloader_svc.pool import WorkerPool
 from dataloader_svc.quarantine import Quarantine
@@ -25,7 +27,7 @@ from dataloader_svc.server import Listener
 from dataloader_svc.service import Service
 from dataloader_svc.shards import Shard, expand
 from dataloader_svc.store import Store
-from dataloader_svc.tasks import Setup
+from dataloader_svc.tasks import Begin, Setup
 from shared import slots
 from shared.batch import batch_spec, groups
 from shared.config import index_dir, served
@@ -89,16 +91,23 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
     with contextlib.ExitStack() as stack:
         listener = Listener.reserve(served(config), config.loader)
         stack.callback(listener.close)
-        page = MetricsPage(config.loader.metrics_port, ready.is_set, name="loader.metrics_port")
+        loader = config.loader
+        page = MetricsPage(loader.metrics_port, ready.is_set, loader.metrics_host, "loader.metrics_port")
         stack.enter_context(page)
-        shards, index, quarantine, planner = load_data(config)
+        store = Store.of(config.loader)
+        shards = expand(config.data.datasets, config.data.missing_shards, store)
+        workers = WorkerPool(Setup(config.data, config.loader, shards, config.loader.index_dir or None))
+        stack.callback(workers.close)
+        workers.start()
+        index, quarantine, planner = load_data(config, shards, store)
         jobs = build_jobs(config, index, planner)
         signals = stack.enter_context(Signals().installed())
+        describing = threading.Thread(target=describe, args=(planner,), name="describe")
+        describing.start()
+        stack.callback(describing.join)
         pool = _make_slots(config)
         stack.callback(pool.close)
-        workers = WorkerPool(_setup(config, shards, pool.segment))
-        stack.callback(workers.close)
-        workers.start(stop=lambda: signals.count > 0)
+        workers.begin(_begin(pool.segment), stop=lambda: signals.count > 0)
         if signals.count:
             return
         listener.bind()
@@ -109,24 +118,33 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
         Loop(config, listener, service, workers, signals).run()
 
 
-def load_data(config: RunConfig) -> tuple[tuple[Shard, ...], Index, Quarantine, Planner]:
-    """Shards, their index (built where it must be), the tally of what it left out, and the first epoch's plan.
+def load_data(config: RunConfig, shards: tuple[Shard, ...], store: Store) -> tuple[Index, Quarantine, Planner]:
+    """The shards' index (built where it must be), the tally of what it left out, and the plan.
 
     Raises:
         ConfigError, DataError: the data cannot be used as configured.
     """
     started = time.monotonic()
     data, folder = config.data, index_dir(config)
-    store = Store.of(config.loader)
-    shards = expand(data.datasets, data.missing_shards, store)
     report = build(shards, data, folder, config.loader.threads, store=store)
     index = Index.open(shards, data, folder, store)
     metrics.SHARDS.set(len(shards))
     metrics.INDEX_SECONDS.set(time.monotonic() - started)
-    log.info("%d shards (%d indexed anew): %d samples, %d good", len(shards), report.built, report.samples, report.good)
+    problems = sum(report.counts.values())
+    log.info(
+        "%d shards (%d indexed anew): %d samples, %d problems", len(shards), report.built, report.samples, problems
+    )
     quarantine = Quarantine(config.loader.quarantine, index.name)
     quarantine.record_index((p.reason, f"{p.shard} {p.key} {p.detail}") for p in index.problems())
-    planner = Planner(data, index)
+    planner = plan_of(config, index, config.job, data)
+    planner.steps(0)
+    for (first, end), (start, stop) in zip(merged(data.skip_steps), planner.skips.spans(), strict=True):
+        log.info("passing over steps %d to %d as data.skip_steps asks: from %s to %s", first, end - 1, start, stop)
+    return index, quarantine, planner
+
+
+def describe(planner: Planner) -> None:
+    """Tell what the first epoch is like, in the log and the metrics: seconds for millions of samples."""
     summary = planner.summary(0)
     for share in summary.shares:
         metrics.DATASET_SHARE.labels(share.dataset, "asked").set(share.asked)
@@ -137,9 +155,6 @@ def load_data(config: RunConfig) -> tuple[tuple[Shard, ...], Index, Quarantine, 
     metrics.UNUSED_SLOTS.labels("audio").set(summary.unused_clips)
     shares = 100 * summary.padding_bucketed, 100 * summary.padding_naive
     log.info("epoch 0: %d steps; padding %.1f %% (%.1f %% if padded to the largest)", summary.steps, *shares)
-    for (first, end), (start, stop) in zip(merged(data.skip_steps), planner.skips.spans(), strict=True):
-        log.info("passing over steps %d to %d as data.skip_steps asks: from %s to %s", first, end - 1, start, stop)
-    return shards, index, quarantine, planner
 
 
 def _make_slots(config: RunConfig) -> slots.SlotPool:
@@ -152,11 +167,8 @@ def _make_slots(config: RunConfig) -> slots.SlotPool:
     return slots.SlotPool.create(loader.shm_dir, config.job, count, largest)
 
 
-def _setup(config: RunConfig, shards: tuple[Shard, ...], segment: slots.Segment) -> Setup:
-    folder = index_dir(config)
-    where = str(folder) if folder else None
-    place = (segment.path, segment.slots, segment.slot_bytes)
-    return Setup(config.data, config.loader, shards, *place, where)
+def _begin(segment: slots.Segment) -> Begin:
+    return Begin(segment.path, segment.slots, segment.slot_bytes)
 
 
 class _Flag:

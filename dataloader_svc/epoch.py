@@ -1,11 +1,12 @@
-"""One epoch's order, built whole: a pure function of (data section, index, epoch).
+"""One epoch's order up to balancing, built whole: a pure function of (data section, index, epoch).
 
 Good samples are shuffled, or drawn and mixed as weights say (`mixture`); within each group consecutive ones are packed
 into micro-batches (packs) by next-fit; `round` packs of one group form a round; rounds are shuffled (in a mixture
-spread evenly, so that repeats stay apart); micro_batches/round rounds form a step, inside which `balance` evens out the
-ranks' work. A group's last, short round rides with the next longer clip class of the same bucket, where there is one:
-a sample without a clip, or with a shorter one, fits there. What is then left at the end of a group or of the epoch is
-completed (`leftovers: pad`) with packs that stay empty where there are not samples enough, or dropped (`drop`).
+spread evenly, so that repeats stay apart); micro_batches/round rounds form a step, inside which `block` evens out the
+ranks' work when the step is asked for. A group's last, short round rides with the next longer clip class of the same
+bucket, where there is one: a sample without a clip, or with a shorter one, fits there. What is then left at the end of
+a group or of the epoch is completed (`leftovers: pad`) with packs that stay empty where there are not samples enough,
+or dropped (`drop`).
 
 Shapes: E entries (samples as often as they come), R rounds in the order of use, W packs of a round.
 """
@@ -13,7 +14,7 @@ Shapes: E entries (samples as often as they come), R rounds in the order of use,
 import msgspec
 import numpy as np
 
-from dataloader_svc import balance, mixture
+from dataloader_svc import mixture
 from dataloader_svc.bucket import Array, Facts, sample_tokens
 from dataloader_svc.hashing import shuffled
 from shared.batch import Group, groups
@@ -22,34 +23,34 @@ from shared.sections import BatchSection, DataSection
 
 # What a hash is for: different uses of one (seed, epoch) must not be correlated.
 SAMPLES, ROUNDS = 1, 2
+MOST_INT32 = 1 << 31
+
+# Raise it with every change of the order or of `EpochPlan`: plans that were kept as files are then made anew.
+ORDER = 1
 
 
 class EpochPlan(msgspec.Struct, frozen=True):
-    """An epoch's order. Pack c of round r holds ids[bounds[r, c] : bounds[r, c + 1]], maybe none.
+    """An epoch's order before balancing. Pack c of round r holds ids[bounds[r, c] : bounds[r, c + 1]], maybe none.
 
-    `labels`, `costs` and `packed_costs` [R, W] are each pack's label tokens and its cost as it is and before balancing.
-    `members` are the samples of each group in shuffled order, whichever group they ride with.
+    `tokens` and `labels` [E] are each sample's tokens in the group that it is packed in, and its label tokens.
+    Samples of group g, whichever they ride with, are members[member_starts[g] : member_starts[g + 1]], shuffled.
     """
 
     ids: Array
-    bounds: Array
+    tokens: Array
     labels: Array
-    costs: Array
-    packed_costs: Array
+    bounds: Array
     round_group: Array
-    members: dict[int, Array]
+    members: Array
+    member_starts: Array
 
-    def samples(self, round_: int, column: int) -> tuple[int, ...]:
-        """Sample ids of a pack."""
-        return tuple(self.ids[self.bounds[round_, column] : self.bounds[round_, column + 1]].tolist())
-
-    def sizes(self) -> Array:
-        """How many samples each pack holds. int64 [R, W]."""
-        sizes: Array = np.diff(self.bounds, axis=1)
-        return sizes
+    def of_group(self, group: int) -> Array:
+        """The samples of one group."""
+        mine: Array = self.members[self.member_starts[group] : self.member_starts[group + 1]]
+        return mine
 
     def chosen(self) -> Array:
-        """The ids in packs: all of `ids`, but for dropped leftovers. int64, in no order that means anything."""
+        """The ids in packs: all of `ids`, but for dropped leftovers. In no order that means anything."""
         edges = np.zeros(len(self.ids) + 1, np.int64)
         np.add.at(edges, self.bounds[:, 0], 1)
         np.subtract.at(edges, self.bounds[:, -1], 1)
@@ -62,7 +63,6 @@ class _Packed(msgspec.Struct):
 
     ids: list[Array]
     tokens: list[Array]
-    costs: list[Array]
     bounds: list[Array]
     groups: list[int]
     entries: int = 0
@@ -89,21 +89,19 @@ def build_epoch(data: DataSection, facts: Facts, group_of: Array, epoch: int) ->
     Raises:
         ConfigError: a sample is longer than a pack.
     """
-    members = _members(drawn(data, facts, group_of, epoch), group_of)
-    packed, table = _pack(data, facts, members), groups(data)
-    ids, tokens, costs = (np.concatenate(parts) for parts in (packed.ids, packed.tokens, packed.costs))
+    members, starts = _members(drawn(data, facts, group_of, epoch), group_of)
+    packed = _pack(data, facts, np.split(members, starts[1:-1]))
+    ids, tokens = np.concatenate(packed.ids), np.concatenate(packed.tokens)
     each = [len(part) for part in packed.bounds]
     bounds, group = _in_steps(np.concatenate(packed.bounds), np.repeat(packed.groups, each), data, epoch)
-    most, per_step = np.array([g.samples for g in table])[group], data.batch.micro_batches // data.batch.round
-    order, leveled = balance.balanced(bounds, costs, tokens, most, data.batch.tokens, per_step)
-    labels = balance.sums(facts.text_tokens[ids[order]].astype(np.int64) + 1, leveled)
-    both = balance.sums(costs[order], leveled), balance.sums(costs, bounds)
-    return EpochPlan(ids[order], leveled, labels, *both, group.astype(np.int16), members)
+    labels = facts.text_tokens[ids].astype(np.int32) + 1
+    return EpochPlan(ids, tokens, labels, bounds, group.astype(np.int16), members, starts)
 
 
 def drawn(data: DataSection, facts: Facts, group_of: Array, epoch: int) -> Array:
     """Ids of the epoch's samples in shuffled order; in a mixture an id may stand there several times, or not at all."""
     good = np.flatnonzero(group_of >= 0)
+    good = good.astype(np.int32) if len(group_of) <= MOST_INT32 else good
     if not mixture.weighted(data.datasets):
         return shuffled(good, SAMPLES, data.seed, epoch)
     parts = per_dataset(facts, good)
@@ -116,33 +114,33 @@ def per_dataset(facts: Facts, ids: Array) -> list[Array]:
     return np.split(ids, np.searchsorted(ids, facts.dataset_starts[1:-1]))
 
 
-def _members(order: Array, group_of: Array) -> dict[int, Array]:
-    """The samples of each group that has any, ascending by group, in the order given."""
-    order = order[np.argsort(group_of[order], kind="stable")]
-    found, firsts = np.unique(group_of[order], return_index=True)
-    return dict(zip(found.tolist(), np.split(order, firsts[1:]), strict=True))
+def _members(order: Array, group_of: Array) -> tuple[Array, Array]:
+    """`order` sorted by group, each group in the order given; and where each group starts, and the end."""
+    mine = group_of[order]
+    starts = np.cumsum([0, *np.bincount(mine)])
+    return order[np.argsort(mine, kind="stable")], starts
 
 
-def _pack(data: DataSection, facts: Facts, members: dict[int, Array]) -> _Packed:
-    table, packed = groups(data), _Packed([], [], [], [], [])
-    riders = np.zeros(0, np.int64)
-    for number, ids in members.items():
+def _pack(data: DataSection, facts: Facts, members: list[Array]) -> _Packed:
+    """`members` are the samples of each group."""
+    table, packed = groups(data), _Packed([], [], [], [])
+    present = [number for number, ids in enumerate(members) if len(ids)]
+    riders = members[0][:0]
+    for number, following in zip(present, [*present[1:], None], strict=True):
         group = table[number]
-        ids = np.concatenate([ids, riders])
+        ids = np.concatenate([members[number], riders])
         tokens = _tokens(ids, group, data, facts)
         starts = pack_starts(tokens, group.tokens, group.samples)
-        longer = next((table[n] for n in members if n > number), None)
         stays = len(ids)
-        if longer and longer.bucket == group.bucket:
+        if following is not None and table[following].bucket == group.bucket:
             whole = (len(starts) - 1) // data.batch.round * data.batch.round
             stays, starts = int(starts[whole]), starts[: whole + 1]
-        riders, ids, tokens = ids[stays:], ids[:stays], tokens[:stays]
-        packed.ids.append(ids)
-        packed.tokens.append(tokens)
-        packed.costs.append(balance.sample_costs(group, tokens, data))
+        riders = ids[stays:]
+        packed.ids.append(ids[:stays])
+        packed.tokens.append(tokens[:stays].astype(np.int32))
         packed.bounds.append(packed.entries + _rounds(starts, data.batch))
         packed.groups.append(number)
-        packed.entries += len(ids)
+        packed.entries += stays
     return packed
 
 

@@ -1,10 +1,12 @@
 """The index of a whole run: sample id i is row i of all shards in order, bad samples included, so ids never move.
 
 Everything stays in the memory-mapped files (`index_file`), which `build` makes (`indexing`), until someone asks for a
-column: then the five that planning needs are held, 21 bytes a sample. A process that only looks up rows holds none.
+column: then the five that planning needs are in memory, 21 bytes a sample, for as long as somebody holds them.
 """
 
+import hashlib
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +82,7 @@ class Index:
         self._starts = np.cumsum([0, *(header.rows for header in headers)], dtype=np.int64)
         self._lock = threading.Lock()
         self._files: OrderedDict[int, IndexFile] = OrderedDict()
-        self._columns: Columns | None = None
+        self._columns: weakref.ref[Columns] | None = None
 
     @classmethod
     def open(
@@ -111,16 +113,24 @@ class Index:
 
     @property
     def facts(self) -> Columns:
-        """The columns, read from the files on first use.
+        """The columns, read from the files unless somebody still holds them.
 
         Raises:
-            ShardError: an index changed since it was opened.
+            ShardError: an index changed since it was opened, or holds what none can.
         """
         with self._lock:
-            if self._columns is None:
+            held = self._columns() if self._columns else None
+            if held is None:
                 parts = [_columns(self._read(n), self._data) for n in range(len(self.shards))]
-                self._columns = _joined(parts, self.dataset_starts)
-            return self._columns
+                held = _joined(parts, self.dataset_starts)
+                self._columns = weakref.ref(held)
+            return held
+
+    @property
+    def digest(self) -> str:
+        """Hex digits that two indexes share when their samples, in order, and what is known of them are the same."""
+        text = msgspec.msgpack.encode([(s.dataset, h) for s, h in zip(self.shards, self._headers, strict=True)])
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     @property
     def fingerprints(self) -> dict[str, Fingerprint]:
@@ -238,6 +248,8 @@ def _fresh(store: Store, rules: str, tokenizer: str, ask: bool, shard: Shard, pa
 
 def _columns(file: IndexFile, data: DataSection) -> Columns:
     rows, most = file.rows, np.uint32(data.text.max_tokens)
+    if len(rows) and int(rows["verdict"].max()) >= len(REASONS):
+        raise ShardError(f"an index of {len(rows)} samples holds a verdict that is none; remove it and index again")
     clip_I, text_I = _clip_samples(rows, data), np.minimum(rows["tokens"], most)
     return Columns(rows["height"].copy(), rows["width"].copy(), clip_I, text_I, rows["verdict"].copy())
 

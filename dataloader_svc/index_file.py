@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataloader_svc.samples import REASONS
 from dataloader_svc.shards import INDEX_SUFFIX
 from dataloader_svc.sources import Fingerprint, is_remote
 from shared.errors import ShardError
@@ -112,21 +111,27 @@ def write(path: Path, header: Header, rows: npt.NDArray[Any], keys: bytes, probl
     head += bytes(-len(head) % ALIGN)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, [head, rows.tobytes(), keys, problems])
+        replace_whole(path, [head, rows.tobytes(), keys, problems])
     except OSError as error:
         remedy = "make its folder writable, or set loader.index_dir"
         raise ShardError(f"index {path} cannot be written ({error.strerror}); {remedy}") from None
 
 
-def _replace(path: Path, parts: Sequence[bytes]) -> None:
-    fd, name = tempfile.mkstemp(prefix=".tmp-", suffix=INDEX_SUFFIX, dir=path.parent)
+def replace_whole(path: Path, parts: Sequence[bytes | memoryview], durable: bool = True) -> None:
+    """Put a file in place at once, under a temporary name first; `durable`: it outlives a crash of the machine.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fd, name = tempfile.mkstemp(prefix=".tmp-", suffix=path.suffix, dir=path.parent)
     temporary = Path(name)
     try:
         with os.fdopen(fd, "wb") as file:
             file.writelines(parts)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -162,6 +167,4 @@ def _parse(data: memoryview) -> IndexFile:
     if header.version != VERSION or len(data) != problems_at + header.problems_bytes:
         raise ValueError(f"version {header.version}, {len(data)} bytes")
     rows = np.frombuffer(data, ROW, header.rows, rows_at)
-    if header.rows and int(rows["verdict"].max()) >= len(REASONS):
-        raise ValueError("a verdict that is none")
     return IndexFile(header, rows, data[keys_at:problems_at], data[problems_at:])

@@ -43,13 +43,12 @@ REPLACED_AT = 2
 
 
 class BuildReport(msgspec.Struct, frozen=True):
-    """What `build` did, in shards; and what it knows, in samples. `counts` are problems by reason."""
+    """What `build` did, in shards; how many samples they hold, and the problems by reason."""
 
     built: int
     retokenized: int
     reused: int
     samples: int
-    good: int
     counts: dict[str, int]
 
 
@@ -77,7 +76,7 @@ def build(
     builder = _Builder(data, index_dir, store or Store(), len(paths), progress)
     actions: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    samples = good = 0
+    samples = 0
     with ThreadPoolExecutor(jobs, "index") as pool:
         futures = [pool.submit(builder.refresh, path) for path in paths]
         try:
@@ -85,10 +84,10 @@ def build(
                 action, file = future.result()
                 actions[action] += 1
                 counts.update(note.reason for note in file.problems())
-                samples, good = samples + len(file.rows), good + int((file.rows["verdict"] == 0).sum())
+                samples += len(file.rows)
         finally:
             pool.shutdown(cancel_futures=True)
-    return BuildReport(actions["built"], actions["retokenized"], actions["reused"], samples, good, dict(counts))
+    return BuildReport(actions["built"], actions["retokenized"], actions["reused"], samples, dict(counts))
 
 
 class _Progress:

@@ -4,7 +4,8 @@ import msgspec
 
 from dataloader_svc.index import Index
 from dataloader_svc.plan import Planner
-from shared.config import digest
+from dataloader_svc.plan_file import PlanFiles, key_of
+from shared.config import digest, index_dir
 from shared.sections import DataSection, RunConfig
 
 
@@ -20,5 +21,11 @@ def build_jobs(config: RunConfig, index: Index, planner: Planner) -> dict[str, J
     jobs = {config.job: Job(config.job, config.data, planner)}
     for section in config.loader.jobs:
         data = msgspec.structs.replace(config.data, seed=section.seed)
-        jobs[section.name] = Job(section.name, data, Planner(data, index))
+        jobs[section.name] = Job(section.name, data, plan_of(config, index, section.name, data))
     return jobs
+
+
+def plan_of(config: RunConfig, index: Index, job: str, data: DataSection) -> Planner:
+    """The plan of `data`, the job's; kept between runs in loader.index_dir, where that is set."""
+    folder = index_dir(config)
+    return Planner(data, index, PlanFiles(folder, job, key_of(data, index.digest)) if folder else None)

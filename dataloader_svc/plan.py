@@ -11,18 +11,23 @@ from collections import OrderedDict
 import msgspec
 import numpy as np
 
-from dataloader_svc import mixture
-from dataloader_svc.balance import Imbalance, ratios
-from dataloader_svc.bucket import Array, Facts, assign, padding_share, unused_slots
-from dataloader_svc.epoch import SAMPLES, EpochPlan, build_epoch, per_dataset
-from dataloader_svc.hashing import mix64, shuffled
+from dataloader_svc.balance import Imbalance
+from dataloader_svc.block import Block, build_block
+from dataloader_svc.bucket import Array, Facts
+from dataloader_svc.epoch import EpochPlan
+from dataloader_svc.epochs import Epochs
+from dataloader_svc.hashing import mix64
+from dataloader_svc.plan_file import PlanFiles
 from dataloader_svc.skipping import Skips
+from dataloader_svc.summary import PlanSummary
 from shared.batch import Cursor, groups
-from shared.errors import ConfigError, ProtocolError
+from shared.errors import ProtocolError
 from shared.sections import DataSection
 
 SPARES = 8
-EPOCHS_KEPT = 2
+BLOCK_STEPS = 256
+BLOCKS_KEPT = 8
+AHEAD = 8
 
 # What a hash is for; 1 and 2 are epoch.py's.
 SUBSTITUTES = 3
@@ -47,48 +52,18 @@ class Pack(msgspec.Struct, frozen=True):
     imbalance: Imbalance
 
 
-class DatasetShare(msgspec.Struct, frozen=True):
-    """One dataset's part of an epoch: its `good` samples, the share asked for, the one served, in `samples` entries."""
-
-    dataset: str
-    good: int
-    samples: int
-    asked: float
-    served: float
-
-
-class PlanSummary(msgspec.Struct, frozen=True):
-    """One epoch in numbers. Padding shares are as `bucket.padding_share` and `unused_slots` define them.
-
-    `imbalance` is the mean over steps, and `worst_imbalance` the largest, for as many data ranks as `round` allows.
-    """
-
-    epoch: int
-    steps: int
-    packs: int
-    empty_packs: int
-    samples: int
-    dropped_samples: int
-    padding_naive: float
-    padding_bucketed: float
-    unused_images: float
-    unused_clips: float
-    imbalance: Imbalance
-    worst_imbalance: Imbalance
-    samples_per_group: dict[str, int]
-    shares: tuple[DatasetShare, ...]
-
-
 class Planner:
-    """Every micro-batch of every epoch, on demand. Safe to share between threads; keeps the last two epochs.
+    """Every micro-batch of every epoch, on demand. Safe to share between threads.
 
-    `skips` tells where the order goes on after steps that are passed over; nothing else here looks at it.
+    Keeps the last two epochs and the last few balanced blocks of steps, and plans an epoch in the background when the
+    last eighth of the one before it is read. With `files` plans are kept between runs. `skips` tells where the order
+    goes on after steps that are passed over; nothing else here looks at it.
     """
 
-    def __init__(self, data: DataSection, index: Facts) -> None:
-        self._data, self._index = data, index
-        self._groups, self._group_of = groups(data), assign(index, data)
-        self._plans: OrderedDict[int, EpochPlan] = OrderedDict()
+    def __init__(self, data: DataSection, index: Facts, files: PlanFiles | None = None) -> None:
+        self._data, self._groups = data, groups(data)
+        self._epochs = Epochs(data, index, files)
+        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
         self._step_counts: dict[int, int] = {}
         self._lock = threading.Lock()
         self.skips = Skips(data.skip_steps, self.steps)
@@ -100,7 +75,7 @@ class Planner:
             ConfigError: fewer good samples than one global batch can be made of.
         """
         if epoch not in self._step_counts:
-            self._step_counts[epoch] = len(self._plan(epoch).bounds) // self._per_step
+            self._step_counts[epoch] = self._epochs.steps(epoch, self._per_step)
         return self._step_counts[epoch]
 
     def check(self, cursor: Cursor, data_ranks: int) -> None:
@@ -128,20 +103,21 @@ class Planner:
         self.check(cursor, data_ranks)
         if not 0 <= data_rank < data_ranks:
             raise ProtocolError(f"data rank {data_rank} is not one of {data_ranks}")
-        plan, batch = self._plan(cursor.epoch), self._data.batch
-        block, k = divmod(cursor.micro, batch.round // data_ranks)
-        column, rounds = k * data_ranks + data_rank, self._rounds(cursor)
-        number, place = rounds.start + block, block * batch.round + column
-        group, ids = int(plan.round_group[number]), plan.samples(number, column)
+        batch = self._data.batch
+        turn, k = divmod(cursor.micro, batch.round // data_ranks)
+        column, place = k * data_ranks + data_rank, turn * batch.round + k * data_ranks + data_rank
+        plan, block, first = self._epochs.plan(cursor.epoch), *self._block(cursor)
+        group = int(plan.round_group[cursor.step * self._per_step + turn])
+        ids = block.samples(first + turn, column)
         return Pack(
             cursor,
             f"e{cursor.epoch}-s{cursor.step}-p{place}-{_digest(self._data.seed, ids)}",
             group,
             ids,
-            int(plan.labels[number, column]),
-            int(plan.labels[rounds].sum()),
+            int(block.labels[first + turn, column]),
+            int(block.labels[first : first + self._per_step].sum()),
             self._spares(plan, cursor, place, group, ids) if ids else (),
-            self._imbalance(plan, rounds, data_ranks),
+            block.imbalances(self._per_step, data_ranks)[first // self._per_step],
         )
 
     def after(self, cursor: Cursor, data_ranks: int) -> Cursor:
@@ -159,81 +135,37 @@ class Planner:
 
     def summary(self, epoch: int) -> PlanSummary:
         """One epoch in numbers: for tables and the simulator."""
-        plan = self._plan(epoch)
-        ids = shuffled(np.sort(plan.chosen()), SAMPLES, self._data.seed, epoch)
-        group_of, sizes = self._group_of[ids], plan.sizes()
-        share = padding_share(self._index, group_of, ids, sizes[sizes > 0], sizes.size, self._data)
-        found, counts = np.unique(group_of, return_counts=True)
-        names = {self._groups[g].name: int(n) for g, n in zip(found.tolist(), counts.tolist(), strict=True)}
-        unused = unused_slots(self._index, ids, np.repeat(plan.round_group, sizes.shape[1]), self._groups)
-        spread = [ratios(costs, self._per_step, costs.shape[1]) for costs in (plan.packed_costs, plan.costs)]
-        imbalances = Imbalance(*(float(r.mean()) for r in spread)), Imbalance(*(float(r.max()) for r in spread))
-        numbers = (self.steps(epoch), sizes.size, int((sizes == 0).sum()), len(ids), len(plan.ids) - len(ids))
-        padding = (share.naive, share.bucketed, *unused)
-        return PlanSummary(epoch, *numbers, *padding, *imbalances, names, self._shares(np.sort(ids)))
+        return self._epochs.summary(epoch)
 
     def times(self, epoch: int) -> Array:
         """How often each sample stands in the epoch. int64 [I]."""
-        plan = self._plan(epoch)
-        return np.bincount(plan.chosen(), minlength=len(self._group_of))
+        return self._epochs.times(epoch)
 
     @property
     def _per_step(self) -> int:
         """Rounds in a step."""
         return self._data.batch.micro_batches // self._data.batch.round
 
-    def _rounds(self, cursor: Cursor) -> slice:
-        """The rounds of the cursor's step."""
-        return slice(cursor.step * self._per_step, (cursor.step + 1) * self._per_step)
-
-    def _imbalance(self, plan: EpochPlan, rounds: slice, data_ranks: int) -> Imbalance:
-        both = (plan.packed_costs[rounds], plan.costs[rounds])
-        return Imbalance(*(float(ratios(costs, self._per_step, data_ranks)[0]) for costs in both))
-
-    def _shares(self, ids: Array) -> tuple[DatasetShare, ...]:
-        """`ids` are the epoch's, ascending."""
-        datasets = self._data.datasets
-        good = [len(part) for part in per_dataset(self._index, np.flatnonzero(self._group_of >= 0))]
-        if len(good) != len(datasets):
-            return ()
-        asked = [quota.asked for quota in mixture.quotas(datasets, good)]
-        served = [len(part) for part in per_dataset(self._index, ids)]
-        return tuple(
-            DatasetShare(dataset.name, count, n, share, n / max(1, len(ids)))
-            for dataset, count, n, share in zip(datasets, good, served, asked, strict=True)
-        )
-
-    def _plan(self, epoch: int) -> EpochPlan:
+    def _block(self, cursor: Cursor) -> tuple[Block, int]:
+        """The balanced block that holds the cursor's step, and the step's first round in it."""
+        number, step = divmod(cursor.step, BLOCK_STEPS)
         with self._lock:
-            if epoch not in self._plans:
-                self._plans[epoch] = self._build(epoch)
-                if len(self._plans) > EPOCHS_KEPT:
-                    self._plans.popitem(last=False)
-            self._plans.move_to_end(epoch)
-            return self._plans[epoch]
+            if (key := (cursor.epoch, number)) not in self._blocks:
+                self._blocks[key] = self._build_block(*key)
+                if len(self._blocks) > BLOCKS_KEPT:
+                    self._blocks.popitem(last=False)
+            self._blocks.move_to_end(key)
+            return self._blocks[key], step * self._per_step
 
-    def _build(self, epoch: int) -> EpochPlan:
-        batch, good = self._data.batch, self._entries()
-        least, remedy = batch.micro_batches, "lower it, or add data"
-        if good < least:
-            rule = f"must not exceed the good samples, {good}: one global batch needs a sample a micro-batch"
-            raise ConfigError("data.batch.micro_batches", least, rule, remedy)
-        plan = build_epoch(self._data, self._index, self._group_of, epoch)
-        if not len(plan.bounds):
-            rule = f"makes no whole global batch of {good} good samples: no {least} micro-batches in whole rounds"
-            raise ConfigError("data.batch.micro_batches", least, rule, "lower it, or set data.batch.leftovers: pad")
-        return plan
-
-    def _entries(self) -> int:
-        """How many samples an epoch holds, counted as often as they come."""
-        good = np.flatnonzero(self._group_of >= 0)
-        if not mixture.weighted(self._data.datasets):
-            return len(good)
-        counts = [len(part) for part in per_dataset(self._index, good)]
-        return sum(quota.entries for quota in mixture.quotas(self._data.datasets, counts))
+    def _build_block(self, epoch: int, number: int) -> Block:
+        first, end = number * BLOCK_STEPS, min((number + 1) * BLOCK_STEPS, self.steps(epoch))
+        if end * AHEAD > self.steps(epoch) * (AHEAD - 1):
+            self._epochs.ahead(epoch + 1)
+        rounds = slice(first * self._per_step, end * self._per_step)
+        return build_block(self._epochs.plan(epoch), rounds, self._groups, self._data)
 
     def _spares(self, plan: EpochPlan, cursor: Cursor, place: int, group: int, ids: tuple[int, ...]) -> tuple[int, ...]:
-        members, seed = plan.members[group], self._data.seed
+        members, seed = plan.of_group(group), self._data.seed
         draws = mix64(SUBSTITUTES, seed, cursor.epoch, cursor.step, place, np.arange(SPARES * SPARES))
         drawn = members[draws % np.uint64(len(members))].tolist()
         return tuple([i for i in dict.fromkeys(drawn) if i not in ids][:SPARES])

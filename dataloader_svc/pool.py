@@ -5,6 +5,7 @@ one, which fills the same slots with the same bytes. A task that has killed two 
 sample at a time; the sample under decode at the next death is convicted and skipped from then on.
 """
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from dataloader_svc import metrics, native
-from dataloader_svc.tasks import PACKET_BYTES, Done, Progress, Ready, Refused, Report, Setup, Task
+from dataloader_svc.tasks import PACKET_BYTES, Begin, Done, Progress, Ready, Refused, Report, Setup, Task
 from shared.errors import ConfigError, DataError, MillstreamError
 from shared.telemetry import logger
 
@@ -52,7 +53,10 @@ class Worker:
 
 
 class WorkerPool:
-    """`setup.loader.workers` processes. All methods return at once, but for `start` and `close`, which are bounded."""
+    """`setup.loader.workers` processes. All methods return at once, but for `begin` and `close`, which are bounded.
+
+    `start` lets them warm up while the index is still being made; `begin` tells them that they can open it.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._bound_s = setup, setup.loader.worker_s
@@ -61,14 +65,21 @@ class WorkerPool:
         self._convicted: set[int] = set()
         self._fruitless = 0
         self._restart_at = 0.0
+        self._begin: Begin | None = None
 
-    def start(self, stop: Callable[[], bool]) -> None:
-        """Start all workers and wait until each has warmed up, or `stop()` tells to.
+    def start(self) -> None:
+        """Start all workers."""
+        self._spawn_missing()
+
+    def begin(self, begin: Begin, stop: Callable[[], bool]) -> None:
+        """Send all workers `begin` and wait until each is ready, or `stop()` tells to.
 
         Raises:
             ConfigError, DataError: a worker refuses to start, or takes longer than `loader.worker_s`.
         """
-        self._spawn_missing()
+        self._begin = begin
+        for worker in self._workers:
+            self._introduce(worker, begin)
         deadline = time.monotonic() + self._bound_s
         while not (stop() or (self._workers and all(worker.ready for worker in self._workers))):
             if time.monotonic() > deadline:
@@ -120,7 +131,14 @@ class WorkerPool:
 
     def _spawn_missing(self) -> None:
         while len(self._workers) < self._setup.loader.workers:
-            self._workers.append(_spawn(self._setup))
+            self._workers.append(worker := _spawn(self._setup))
+            if self._begin:
+                self._introduce(worker, self._begin)
+
+    def _introduce(self, worker: Worker, begin: Begin) -> None:
+        worker.head_since = time.monotonic()
+        with contextlib.suppress(OSError):  # it is dead, which `collect` will find
+            worker.channel.send(_encode(begin))
 
     def _feed(self) -> None:
         for load in range(MAX_IN_FLIGHT):
@@ -215,6 +233,8 @@ def _receive(channel: socket.socket) -> bytes | None:
         return channel.recv(PACKET_BYTES)
     except BlockingIOError:
         return None
+    except ConnectionResetError:  # it ended with a packet of ours unread; what it said before comes next
+        return _receive(channel)
     except OSError:
         return b""
 

@@ -40,9 +40,6 @@ from shared.wire import (
     Welcome,
 )
 
-HELD_UP_S = 10.0
-ABSENT_S = 5.0
-
 log = logger("service")
 
 
@@ -84,7 +81,7 @@ class Service:
         self._streams: dict[StreamKey, Stream] = {}
         self._tasks: dict[int, Filling] = {}
         self._uncounted: deque[tuple[Done, str]] = deque()
-        self._held_up, self._absent = Patience(HELD_UP_S), Patience(ABSENT_S)
+        self._held_up, self._absent = Patience(config.loader.held_up_s), Patience(config.loader.absent_s)
         self._last_task = 0
         self._next_beat = 0.0
         self._draining = False
@@ -343,7 +340,7 @@ class Service:
                 self._slots.give_back(slot)
 
     def _end_hold_up(self, key: StreamKey, stream: Stream, now: float) -> None:
-        """Tell a reader that waits in vain why, once HELD_UP_S have passed; it may greet again with its cursor."""
+        """Tell a reader that waits in vain why, after loader.held_up_s; it may greet again with its cursor."""
         found = stream.held_up()
         if self._held_up.ends(key, found is not None, now) and found:
             reader, holders = found
@@ -354,7 +351,7 @@ class Service:
             self._leave(reader.session)
 
     def _give_up_absent(self, key: StreamKey, stream: Stream, now: float) -> None:
-        """Stop keeping batches for readers that did not come, once others have waited ABSENT_S for that reason."""
+        """Stop keeping batches for readers that did not come, once others waited loader.absent_s for that."""
         if self._absent.ends(key, stream.stalled(), now):
             text = "data rank %d of %d of job %s goes on without readers %s, which may read elsewhere"
             log.warning(text, key[1], key[2], key[0], stream.absent())

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from dataloader_svc.index import Index
 from dataloader_svc.indexing import BuildReport
-from dataloader_svc.plan import PlanSummary
+from dataloader_svc.summary import PlanSummary
 from dataloader_svc.verify import Verdict
 
 BAR_CELLS = 32

@@ -12,15 +12,20 @@ PACKET_BYTES = 1 << 17
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Daemon -> worker, once: what to decode and where to put it."""
+    """Daemon -> worker, at its start: what to decode, and how."""
 
     data: DataSection
     loader: LoaderSection
     shards: tuple[Shard, ...]
+    index_dir: str | None
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Daemon -> worker, once: the index is there, and this is the segment of slots to fill."""
+
     segment: str
     slots: int
     slot_bytes: int
-    index_dir: str | None
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -55,7 +60,7 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> daemon: warmed up."""
+    """Worker -> daemon: warmed up, and it has begun."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -1,8 +1,8 @@
 """A decode worker process: `python -m dataloader_svc.worker SOCKET_FD SETUP_FD LOG_FD`. Started by pool.py only.
 
-It reads its Setup from the memory file, warms up, says Ready, and then answers each Task with a Done after filling its
-slot. It may die at any time without harm to the daemon. It ends when the socket does, and the kernel kills it when the
-daemon dies, so none outlives a `kill -9` of its parent.
+It reads its Setup from the memory file and warms up; at Begin it opens the index and the slots and says Ready; then it
+answers each Task with a Done after filling its slot. It may die at any time without harm to the daemon. It ends when
+the socket does, and the kernel kills it when the daemon dies, so none outlives a `kill -9` of its parent.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from dataloader_svc.fill import Filler
 from dataloader_svc.index import Index
 from dataloader_svc.native import Said, silence
 from dataloader_svc.store import Reader, Store
-from dataloader_svc.tasks import PACKET_BYTES, Progress, Ready, Refused, Report, Setup, Task
+from dataloader_svc.tasks import PACKET_BYTES, Begin, Progress, Ready, Refused, Report, Setup, Task
 from shared.batch import Bucket
 from shared.errors import ConfigError, DataError, MillstreamError, SampleError
 from shared.slots import Segment
@@ -35,6 +35,7 @@ PR_SET_PDEATHSIG = 1
 WARM_SIDE = 64
 AUDIO_FORMS = ("WAV", "FLAC", "OGG", "MP3")
 
+_begin: "msgspec.msgpack.Decoder[Begin]" = msgspec.msgpack.Decoder(Begin)
 _task: "msgspec.msgpack.Decoder[Task]" = msgspec.msgpack.Decoder(Task)
 
 
@@ -69,14 +70,16 @@ def _die_with_parent() -> None:
 
 def _serve(setup: Setup, channel: socket.socket, said: Said) -> None:
     check_device(setup.loader)
-    store = Store.of(setup.loader)
+    decoder = Decoder(setup.data, setup.loader, said)
+    warm_up(decoder)
+    if not (packet := channel.recv(PACKET_BYTES)):
+        return
+    begin, store = _begin.decode(packet), Store.of(setup.loader)
     folder = Path(setup.index_dir) if setup.index_dir else None
     index = Index.open(setup.shards, setup.data, folder, store, ask=False)
     reader = Reader(store, expected=index.fingerprints)
-    segment = Segment.attach(setup.segment, setup.slots, setup.slot_bytes)
-    decoder = Decoder(setup.data, setup.loader, said)
+    segment = Segment.attach(begin.segment, begin.slots, begin.slot_bytes)
     filler = Filler(setup.data, index, reader, decoder, setup.loader.threads)
-    warm_up(decoder)
     _send(channel, Ready())
     while packet := channel.recv(PACKET_BYTES):
         task = _task.decode(packet)

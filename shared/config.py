@@ -253,6 +253,9 @@ def _check_waits(config: RunConfig) -> None:
         rule = f"must be below loader.{high}, {getattr(loader, high):g}"
         ok = 0 < getattr(loader, low) < getattr(loader, high)
         require(ok, f"loader.{low}", getattr(loader, low), rule, f"lower it or raise loader.{high}")
+    for name in ("absent_s", "held_up_s"):
+        value = getattr(loader, name)
+        require(value > 0, f"loader.{name}", value, "must be above 0", "set some seconds")
     rule = f"must be above two heartbeats, {2 * loader.heartbeat_s:g}"
     require(config.train.wait_s > 2 * loader.heartbeat_s, "train.wait_s", config.train.wait_s, rule, "raise it")
     rule = "must be at least 2: one filled while one is read"

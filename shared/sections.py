@@ -138,6 +138,11 @@ class LoaderSection(Section, frozen=True):
     frames (`tcp`), or the first where it can be mapped (`auto`). `keys_dir` holds what `millstream-loader keys` made;
     a TCP address off the loopback is refused without it unless `allow_plain_tcp` is set.
     `slots_per_stream` and `max_streams` count for each job apart: the run file's own and those of `jobs`.
+    With `index_dir` the indexes lie there, not beside the shards, and so do each job's last two epochs' plans, 16 bytes
+    a sample, which a daemon that starts again maps instead of making them. Readers of a stream that starve because all
+    slots are kept for one that is not here go on without it after `absent_s`; one that starves because others hold all
+    slots with later batches is told so after `held_up_s`. The metrics page is bound to `metrics_host` ("::" is every
+    address, of IPv4 too).
     """
 
     endpoint: str = "ipc:///tmp/millstream-{uid}-{job}.sock"
@@ -159,9 +164,12 @@ class LoaderSection(Section, frozen=True):
     cache_dir: str = ""
     cache_bytes: int = 1 << 34
     read_s: float = 40.0
+    metrics_host: str = "127.0.0.1"
     metrics_port: int = 9100
     heartbeat_s: float = 1.0
     lease_s: float = 300.0
+    absent_s: float = 5.0
+    held_up_s: float = 10.0
     drain_s: float = 10.0
     grace_s: float = 30.0
     worker_s: float = 60.0
@@ -336,6 +344,7 @@ ModelPart = Literal["vision", "audio", "vision_projector", "audio_projector", "e
 class TrainSection(Section, frozen=True):
     """The training run. `init_from` is a safetensors file in this model's names that step 0 starts from.
 
+    Rank r's metrics page is on `metrics_host`, port `metrics_port` + r; there is none for port 0.
     `attention` names a backend of `trainer.models.attention`; `auto` takes the fastest that is right on this machine.
     `compile` compiles the decoder's blocks with torch.compile; `auto` does so on CUDA. `peak_tflops` is
     one device's dense bf16 peak, which MFU is a share of; 0 looks it up by the device's name. `trackers` get every
@@ -361,6 +370,7 @@ class TrainSection(Section, frozen=True):
     keep: int = 3
     log_every: int = 10
     wait_s: float = 120.0
+    metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     attention: Literal["auto", "flash4", "sdpa", "math"] = "auto"
     compile: bool | Literal["auto"] = "auto"

@@ -5,6 +5,7 @@ Metrics are prometheus_client objects over one registry a process; each half dec
 
 import json
 import logging
+import socket
 import sys
 import threading
 import time
@@ -60,6 +61,10 @@ class _Quiet(WSGIRequestHandler):
         """Scrapes are not news."""
 
 
+class _Server6(WSGIServer):
+    address_family = socket.AF_INET6
+
+
 class MetricsPage:
     """Serves the registry over HTTP from one thread. `ready` decides /readyz. Use as a context manager.
 
@@ -72,9 +77,10 @@ class MetricsPage:
         if not port:
             return
         try:
-            self._server = make_server(host, port, self._answer, handler_class=_Quiet)
+            kind = _Server6 if ":" in host else WSGIServer
+            self._server = make_server(host, port, self._answer, server_class=kind, handler_class=_Quiet)
         except OSError as error:
-            rule = f"cannot be bound ({error.strerror})"
+            rule = f"cannot be bound at {host} ({error.strerror})"
             raise ConfigError(name, port, rule, "free it or set another (0: none)") from None
 
     @property

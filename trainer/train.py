@@ -23,6 +23,7 @@ from shared.sections import RunConfig
 from shared.skips import is_skipped
 from shared.telemetry import MetricsPage, logger
 from trainer import metrics
+from trainer.beside import readers_beside
 from trainer.checkpoint import Checkpoints
 from trainer.client import LoaderClient
 from trainer.display import Display, show_summary
@@ -102,7 +103,8 @@ def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
     check_run_dir(config, ranks, resume)
     port = config.train.metrics_port and config.train.metrics_port + ranks.rank
     stop = Stop()
-    with stop_on_signals(stop), MetricsPage(port, lambda: True, name="train.metrics_port"), ExitStack() as stack:
+    page = MetricsPage(port, lambda: True, config.train.metrics_host, "train.metrics_port")
+    with stop_on_signals(stop), page, ExitStack() as stack:
         engine = build_engine(config, ranks)
         checkpoints = build_checkpoints(config, ranks)
         start = load_start(checkpoints, engine, ranks, resume)
@@ -160,15 +162,16 @@ def build_parts(
 
 
 def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
-    """This reader's client, from the start's cursor on."""
+    """This reader's client, from the start's cursor on. A collective of the stream's readers."""
+    here = readers_beside(config, ranks)
     return LoaderClient(
         endpoints(config),
         job=config.job,
         data=config.data,
         data_rank=ranks.coords.data,
         data_ranks=ranks.mesh.data,
-        reader=ranks.reader,
-        readers=len(ranks.readers),
+        reader=here.index(ranks.rank),
+        readers=len(here),
         cursor=start.cursor,
         wait_s=config.train.wait_s,
         lane=config.loader.lane,

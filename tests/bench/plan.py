@@ -2,12 +2,12 @@
 
 The index files are real ones, of shards of 10,000 samples with made-up facts (images of six shapes, clips to 4 s, both,
 or text alone); the tars are empty stand-ins, since planning never reads them. Each size is measured in a new process,
-from opening the index to the first planned step, as a daemon does at its start; then steps are planned one by one.
-Resident bytes are anonymous memory beyond what the imports hold: index files are mapped and can be dropped.
+from opening the index to the first planned step (one in the epoch's middle, as on a resume), as a daemon does at its
+start: once where the plan must be made, once where it was kept. Then the following steps are planned one by one.
+Resident is anonymous memory beyond what the imports hold: index files and kept plans are mapped and can be dropped.
 """
 
 import multiprocessing
-import resource
 import statistics
 import tempfile
 import time
@@ -22,6 +22,7 @@ import typer
 from dataloader_svc import index_file, indexing
 from dataloader_svc.index import Index
 from dataloader_svc.plan import Planner
+from dataloader_svc.plan_file import PlanFiles, key_of
 from dataloader_svc.shards import Shard, expand
 from dataloader_svc.store import Store
 from dataloader_svc.text import Tokenizer
@@ -42,15 +43,18 @@ PACKAGES = ("numpy", "msgspec")
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Seconds of each part of the start, seconds of each planned step, bytes."""
+    """Seconds to open the index, to have the plan, to have the first step's packs; of each further step; bytes."""
 
     open_s: float
-    columns_s: float
-    assign_s: float
     plan_s: float
+    first_s: float
     steps_s: list[float]
     resident_bytes: int
-    peak_bytes: int
+
+    @property
+    def start_s(self) -> float:
+        """From nothing to the first step."""
+        return self.open_s + self.plan_s + self.first_s
 
 
 def write(folder: Path, samples: int) -> list[Shard]:
@@ -82,21 +86,22 @@ def rows(count: int, seed: int) -> np.ndarray:
     return found
 
 
-def measure(shards: list[Shard]) -> Cost:
-    """What a daemon's start and its steps cost. For a new process: memory is told from what it began with."""
+def measure(shards: list[Shard], folder: Path) -> Cost:
+    """What a daemon's start and its steps cost; plans are kept in `folder`. For a new process: memory is told from what
+    it began with.
+    """
     before, times = anonymous_bytes(), [time.perf_counter()]
     index = Index.open(shards, DATA, None)
     times.append(time.perf_counter())
-    index.facts  # noqa: B018  reads the columns
-    times.append(time.perf_counter())
-    planner = Planner(DATA, index)
-    times.append(time.perf_counter())
+    planner = Planner(DATA, index, PlanFiles(folder, "bench", key_of(DATA, index.digest)))
     steps = planner.steps(0)
     times.append(time.perf_counter())
+    middle = steps // 2
+    step_s(planner, middle)
+    times.append(time.perf_counter())
     resident = anonymous_bytes() - before
-    planned = [step_s(planner, step) for step in np.linspace(0, steps - 1, min(STEPS, steps)).astype(int).tolist()]
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return Cost(*np.diff(times).tolist(), planned, resident, peak)
+    planned = [step_s(planner, step) for step in range(middle + 1, min(middle + STEPS, steps))]
+    return Cost(*np.diff(times).tolist(), planned, resident)
 
 
 def step_s(planner: Planner, step: int) -> float:
@@ -115,21 +120,31 @@ def anonymous_bytes() -> int:
 
 
 def row(samples: int) -> dict[str, str]:
-    """One size, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, context) as pool:
-        cost = pool.submit(measure, write(Path(folder), samples)).result()
-    parts = (cost.open_s, cost.columns_s, cost.assign_s, cost.plan_s)
+    """One size: the plan made, then taken up again, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        shards, kept = write(Path(folder), samples), Path(folder) / "plans"
+        made, again = alone(shards, kept), alone(shards, kept)
+    parts = [" / ".join(f"{part:.2f}" for part in (c.open_s, c.plan_s, c.first_s)) for c in (made, again)]
     return {
         "samples": f"{samples:,}",
-        "open / columns / assign / plan s": " / ".join(f"{part:.2f}" for part in parts),
-        "start-up s": f"{sum(parts):.2f}",
-        "resident bytes a sample": f"{cost.resident_bytes / samples:.0f}",
-        "peak MB": f"{cost.peak_bytes / 1e6:.0f}",
-        "µs a planned step, p50 / p99": " / ".join(
-            f"{1e6 * value:.0f}" for value in (statistics.median(cost.steps_s), report.percentile(cost.steps_s, 0.99))
-        ),
+        "made: open / plan / first step s": parts[0],
+        "start-up s": f"{made.start_s:.2f}",
+        "taken up: open / plan / first step s": parts[1],
+        "resumed s": f"{again.start_s:.2f}",
+        "resident MB, made / taken up": f"{made.resident_bytes / 1e6:.0f} / {again.resident_bytes / 1e6:.0f}",
+        "µs a planned step, mean / p50 / p99": " / ".join(f"{1e6 * value:.0f}" for value in spread(made.steps_s)),
     }
+
+
+def alone(shards: list[Shard], folder: Path) -> Cost:
+    """`measure` in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, shards, folder).result()
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Mean (balancing a block of steps falls on one of them), median, 99th percentile."""
+    return statistics.mean(values), statistics.median(values), report.percentile(values, 0.99)
 
 
 def padding(folder: Path, samples: int) -> dict[str, str]:

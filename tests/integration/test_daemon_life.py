@@ -134,6 +134,19 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, over
     assert left_behind(tmp_path / "shm") == []
 
 
+def test_batches_are_kept_for_an_absent_reader_for_as_long_as_is_asked(tmp_path: Path) -> None:
+    """With the default the second wait would end with a batch."""
+    path, config = make_run(tmp_path, loader={"absent_s": 300})
+    slots = config.loader.slots_per_stream
+    with serving(path) as daemon, RawReader(config) as reader:
+        reader.join(reader=0, readers=2, credits=slots + 1)
+        for batch in [reader.batch() for _ in range(slots)]:
+            reader.release(batch)
+        assert reader.next(7.0) is None
+        reader.bye()
+    assert "goes on without" not in daemon.log
+
+
 def test_a_missing_shard_is_a_data_error(tmp_path: Path) -> None:
     path, _ = make_run(tmp_path, 16, 1)
     daemon = Daemon(path, "--set", f"data.datasets=[{{name: set, shards: [{tmp_path}/gone.tar]}}]")

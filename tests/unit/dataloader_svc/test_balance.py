@@ -129,7 +129,7 @@ def test_costs_follow_the_stated_formula() -> None:
     group = next(g for g in groups(data) if g.bucket and g.clip_samples == 16_000)
     patches = group.bucket.height * group.bucket.width // 256 if group.bucket else 0
     wanted = 0.5 * patches + 0.25 * 50 + 40 + 0.01 * 1600
-    assert sample_costs(group, np.array([40]), data).tolist() == [round(1000 * wanted)]
+    assert sample_costs(groups(data), np.array([group.id]), np.array([40]), data).tolist() == [round(1000 * wanted)]
 
 
 def section(batch: BatchSection) -> DataSection:
@@ -192,4 +192,4 @@ def test_a_ranks_load_is_the_sum_of_its_packs_costs() -> None:
 def cost_of(pack: Pack, data: DataSection, facts: Columns) -> int:
     group, ids = groups(data)[pack.group], np.array(pack.sample_ids, np.int64)
     tokens = sample_tokens(group, facts.clip_samples[ids], facts.text_tokens[ids], data.audio)
-    return int(sample_costs(group, tokens, data).sum())
+    return int(sample_costs(groups(data), np.full(len(ids), pack.group), tokens, data).sum())

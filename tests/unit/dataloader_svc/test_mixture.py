@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from dataloader_svc import mixture, verify
+from dataloader_svc.block import build_block
+from dataloader_svc.bucket import assign
+from dataloader_svc.epoch import build_epoch
 from dataloader_svc.mixture import quotas
 from dataloader_svc.plan import Pack, Planner
-from shared.batch import Cursor
+from shared.batch import Cursor, groups
 from shared.config import check, load
 from shared.consumed import Consumed
 from shared.errors import ConfigError
@@ -165,9 +168,11 @@ def test_the_summary_tells_asked_and_served_shares() -> None:
 def test_without_weights_the_order_never_changes() -> None:
     """A golden value: another order would break every run that resumes."""
     data = section(named(None), seed=3)
-    plan = Planner(data, columns(20_000, bad_share=0.05))._plan(7)
-    held = hashlib.sha256(plan.ids.astype("<i8").tobytes() + plan.bounds.astype("<i8").tobytes()).hexdigest()
-    assert held[:16] == "32937228e8a5b976"
+    facts = columns(20_000, bad_share=0.05)
+    plan = build_epoch(data, facts, assign(facts, data), 7)
+    block = build_block(plan, slice(None), groups(data), data)
+    held = hashlib.sha256(block.ids.astype("<i8").tobytes() + block.sizes.astype("<i8").tobytes()).hexdigest()
+    assert held[:16] == "9cda0f483c2c44bb"
 
 
 def test_a_million_samples_are_mixed_in_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_asking_in_another_order_changes_nothing() -> None:
     expected = {(e, s): straight.pack(Cursor(e, s, 1), 1, 2) for e in range(4) for s in range(5)}
     for (epoch, step), pack in reversed(expected.items()):
         assert jumping.pack(Cursor(epoch, step, 1), 1, 2) == pack
-    assert len(jumping._plans) == 2
+    assert len(jumping._epochs._plans) == 2
 
 
 def test_processes_of_any_hash_seed_agree() -> None:
@@ -251,6 +251,35 @@ def test_the_order_never_changes() -> None:
     planner = Planner(section(), pictures(*[(64, 64)] * 50, *[(64, 96)] * 50))
     found = [planner.pack(Cursor(0, 1, m), 0, 1).batch_id for m in range(2)]
     assert found == ["e0-s1-p0-c7a7eb3d", "e0-s1-p1-a5068d06"]
+
+
+@pytest.mark.parametrize("top", [1, 2**12, 2**31, 2**50, 2**61])
+def test_a_shuffle_is_an_argsort_of_whole_hashes(top: int) -> None:
+    """The larger the ids, the fewer bits of a hash are sorted with them, and the more ties whole hashes decide."""
+    ids = np.unique(np.random.default_rng(0).integers(0, top, 4000))
+    assert np.array_equal(shuffled(ids, 1, -5, 3), ids[np.argsort(mix64(1, -5, 3, ids), kind="stable")])
+    assert len(shuffled(ids[:0], 1)) == 0
+
+
+def test_steps_are_the_same_balanced_in_blocks_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, facts = section(), columns(3000)
+    whole = [global_batches(Planner(data, facts), epoch, 2) for epoch in (0, 1)]
+    monkeypatch.setattr("dataloader_svc.plan.BLOCK_STEPS", 7)
+    planner = Planner(data, facts)
+    assert [global_batches(planner, epoch, 2) for epoch in (0, 1)] == whole
+    assert len(whole[0]) > 2 * 7
+    assert len(planner._blocks) <= 8
+
+
+def test_the_next_epoch_is_planned_while_the_last_eighth_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataloader_svc.plan.BLOCK_STEPS", 4)
+    planner = Planner(section(), columns(3000))
+    steps = planner.steps(0)
+    planner.pack(Cursor(0, steps * 3 // 4), 0, 1)
+    assert list(planner._epochs._plans) == [0]
+    planner.pack(Cursor(0, steps - 1), 0, 1)
+    assert set(planner._epochs._plans) == {0, 1}
+    assert planner.pack(Cursor(1, 3), 0, 1) == Planner(section(), columns(3000)).pack(Cursor(1, 3), 0, 1)
 
 
 def test_hashes_spread_evenly() -> None:

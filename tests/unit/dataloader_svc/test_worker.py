@@ -22,7 +22,7 @@ from dataloader_svc.plan import Pack, Planner
 from dataloader_svc.pool import WorkerPool
 from dataloader_svc.shards import Shard, expand
 from dataloader_svc.store import Reader
-from dataloader_svc.tasks import Done, Setup, Task
+from dataloader_svc.tasks import Begin, Done, Setup, Task
 from dataloader_svc.worker import warm_up
 from shared.batch import Cursor, batch_spec, groups
 from shared.errors import ConfigError, DataError
@@ -251,10 +251,12 @@ class House:
     def __init__(self, config: RunConfig, shards: tuple[Shard, ...]) -> None:
         largest = max(batch_spec(group).size_bytes for group in groups(config.data))
         self.slots = SlotPool.create(config.loader.shm_dir, config.job, 4, largest)
+        self.pool = WorkerPool(Setup(config.data, config.loader, shards, None))
+
+    def start(self) -> None:
         segment = self.slots.segment
-        self.pool = WorkerPool(
-            Setup(config.data, config.loader, shards, segment.path, segment.slots, segment.slot_bytes, None)
-        )
+        self.pool.start()
+        self.pool.begin(Begin(segment.path, segment.slots, segment.slot_bytes), stop=lambda: False)
 
     def run(self, tasks: list[Task]) -> dict[int, Done]:
         for task in tasks:
@@ -279,7 +281,7 @@ class House:
 @pytest.fixture
 def house(shop: Shop) -> Iterator[House]:
     house = House(shop.config, shop.shards)
-    house.pool.start(stop=lambda: False)
+    house.start()
     yield house
     house.close()
 
@@ -300,8 +302,9 @@ def test_a_worker_process_fills_the_same_bytes_as_this_one(shop: Shop, house: Ho
 
 def test_a_worker_whose_daemon_died_while_it_started_ends_without_a_word(shop: Shop, tmp_path: Path) -> None:
     """Its segment is gone too, as after a successor's sweep, so it cannot start and has nobody to tell."""
-    gone = Setup(shop.config.data, shop.config.loader, shop.shards, str(tmp_path / "gone"), 4, 4096, None)
+    gone = Setup(shop.config.data, shop.config.loader, shop.shards, None)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.send(msgspec.msgpack.encode(Begin(str(tmp_path / "gone"), 4, 4096)))
     ours.close()
     (tmp_path / "setup").write_bytes(msgspec.msgpack.encode(gone))
     with theirs, open(tmp_path / "setup", "rb") as setup, open(tmp_path / "log", "wb") as log:
@@ -326,7 +329,7 @@ def test_a_killed_worker_is_replaced_and_its_batches_are_the_same(shop: Shop, ho
 def test_a_stopped_worker_is_replaced_after_its_bound(shop: Shop) -> None:
     loader = msgspec.structs.replace(shop.config.loader, worker_s=15.0)
     house = House(msgspec.structs.replace(shop.config, loader=loader), shop.shards)
-    house.pool.start(stop=lambda: False)
+    house.start()
     house.pool._bound_s = 0.5
     (victim,) = house.pool.pids()
     os.kill(victim, signal.SIGSTOP)
@@ -347,7 +350,7 @@ def test_the_sample_that_kills_workers_is_found_and_skipped(tmp_path: Path, monk
     shop = Shop(damaged_run(tmp_path, deadly_photo(128, 128, 4)))
     monkeypatch.setenv("PYTHONPATH", install(tmp_path / "hook"))
     house = House(shop.config, shop.shards)
-    house.pool.start(stop=lambda: False)
+    house.start()
     packs = [pack for pack in shop.packs() if pack.sample_ids][:4]
     tasks = [task_of(pack, id=i, slot=i) for i, pack in enumerate(packs)]
     done = house.run(tasks)
@@ -371,7 +374,7 @@ def test_an_audio_library_that_lacks_a_format_is_refused_at_start(shop: Shop, mo
 def test_a_worker_that_cannot_start_says_why(shop: Shop, tmp_path: Path) -> None:
     lost = House(shop.config, (Shard("set", str(tmp_path / "gone.tar")),))
     with pytest.raises(DataError, match=r"gone\.tar"):
-        lost.pool.start(stop=lambda: False)
+        lost.start()
     lost.close()
 
 
@@ -383,5 +386,5 @@ def test_gpu_decode_without_a_gpu_is_refused_at_start(shop: Shop) -> None:
     loader = msgspec.structs.replace(shop.config.loader, device="gpu")
     house = House(msgspec.structs.replace(shop.config, loader=loader), shop.shards)
     with pytest.raises(ConfigError, match=r"loader\.device"):
-        house.pool.start(stop=lambda: False)
+        house.start()
     house.close()

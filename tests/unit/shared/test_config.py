@@ -66,6 +66,8 @@ def test_a_zero_side_is_refused(tmp_path: Path) -> None:
         ("loader.heartbeat_s=100", "loader.heartbeat_s"),
         ("loader.drain_s=100", "loader.drain_s"),
         ("loader.slots_per_stream=1", "loader.slots_per_stream"),
+        ("loader.absent_s=0", "loader.absent_s"),
+        ("loader.held_up_s=-1", "loader.held_up_s"),
         ("train.wait_s=0.1", "train.wait_s"),
         ("model.decoder.kv_heads=3", "model.decoder.kv_heads"),
         ("model.vision.dim=33", "model.vision.dim"),
