@@ -91,12 +91,10 @@ def test_step_0_uses_the_file_and_the_checkpoint_exports_what_was_trained(
 
 
 def trainable_run(folder: Path, pipe: int, tensor: int) -> Path:
-    """A run file whose head is tied where it can be."""
-    decoder = {**RUN["model"]["decoder"], "tied": pipe * tensor == 1}
+    """A run file whose head is tied."""
     data = {**RUN["data"], "batch": {"micro_batches": 8}}
     train, mesh = {"init_from": "init.safetensors"}, {"pipe": pipe, "tensor": tensor}
-    model = {**RUN["model"], "decoder": decoder}
-    return run_file(folder, "part-{0..0}.tar", data=data, model=model, train=train, mesh=mesh)
+    return run_file(folder, "part-{0..0}.tar", data=data, model=RUN["model"], train=train, mesh=mesh)
 
 
 def save_random_start(config: RunConfig, path: Path) -> float:
@@ -145,12 +143,6 @@ def test_a_run_file_of_another_model_is_told_what_to_set(folders: dict[Part, Pat
         import_weights(config, {"vision": folders["vision"]}, tmp_path / "x")
     with pytest.raises(ConfigError, match="is a whisper checkpoint, which is the audio part"):
         import_weights(config, {"vision": folders["audio"]}, tmp_path / "x")
-
-
-def test_a_tied_head_is_refused_where_it_would_be_two_weights(tmp_path: Path) -> None:
-    config = run_config(tmp_path, "part-{0..0}.tar", **RUN, mesh={"pipe": 2})
-    with pytest.raises(ConfigError, match=r"model\.decoder\.tied \(True\) needs mesh\.pipe 1"):
-        build.layers(config, "sdpa")
 
 
 def test_the_shipped_sizes_are_those_of_the_published_models() -> None:
