@@ -30,6 +30,7 @@ from trainer.ds_config import deepspeed_config, micro_batches_per_rank
 from trainer.expert_stats import collect
 from trainer.feed import MicroBatch
 from trainer.launch import Ranks
+from trainer.layer_times import layer_times_ns
 from trainer.loss import WHOLE
 from trainer.memory.recompute import recompute, recomputed_modules
 from trainer.models import build
@@ -39,9 +40,10 @@ from trainer.models.moe import weigh_losses
 from trainer.models.parts import EMBEDDING, freeze, is_tied_copy
 from trainer.nonfinite import GradientWatch, LossFunction, StepResult
 from trainer.optim import build_optimizer, parameter_groups, set_lr
-from trainer.pipeline import cuts
+from trainer.pipeline import bounds_of
 from trainer.shard import Entry
 from trainer.source import Source
+from trainer.stage_table import run_file_lines, show_stages, stages
 from trainer.weights import load_initial
 
 if TYPE_CHECKING:
@@ -184,7 +186,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     with quiet_deepspeed():
         groups, experts = _groups(ranks), _experts(ranks)
         loss = LossFunction(groups.tensor if groups else WHOLE)
-        model = _model(config, ranks, backend, loss)
+        model = _model(config, ranks, backend, loss, _bounds(config, ranks, backend, groups, experts))
         load_initial(model, config)
         _apply_tables(config, model, groups, experts)
         tie = _tie(config, ranks, model)
@@ -273,13 +275,37 @@ def _split(model: nn.Module, groups: "Groups | None", experts: "ExpertState | No
         experts.split(model)
 
 
-def _model(config: RunConfig, ranks: Ranks, backend: Backend, loss: LossFunction) -> nn.Module:
+def _bounds(
+    config: RunConfig, ranks: Ranks, backend: Backend, groups: "Groups | None", experts: "ExpertState | None"
+) -> list[int]:
+    """Where the pipeline is cut, which rank 0 tells."""
+    if config.mesh.pipe == 1:
+        return []
+    parameters = costs = build.parameter_counts(config)
+    if config.mesh.balance == "measured":
+
+        def prepare(layer: nn.Module) -> None:
+            _apply_tables(config, layer, groups, experts)
+            if compiles(config.train, ranks.device):
+                compile_blocks(layer)
+
+        layers, vocabulary = build.layers(config, backend), groups.tensor if groups else WHOLE
+        costs = layer_times_ns(config, ranks, layers, prepare, vocabulary)
+    bounds = bounds_of(config, costs)
+    if ranks.is_main:
+        rows = stages(config, bounds, parameters, costs)
+        show_stages(rows, "parameters" if costs is parameters else "time")
+        _log.info("to cut like this again, write under mesh:\n%s", run_file_lines(rows))
+    return bounds
+
+
+def _model(config: RunConfig, ranks: Ranks, backend: Backend, loss: LossFunction, bounds: list[int]) -> nn.Module:
     if config.mesh.pipe == 1:
         return build.build(config, backend).to(ranks.device)
     mesh = ranks.mesh
     return Pipeline(
         [LayerSpec(layer.kind, *layer.args) for layer in build.layers(config, backend)],
-        bounds=cuts(build.parameter_counts(config), mesh.pipe),
+        bounds=bounds,
         topology=PipeModelDataParallelTopology(num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data),
         loss_fn=loss,
         seed_layers=True,
