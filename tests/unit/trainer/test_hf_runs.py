@@ -143,13 +143,3 @@ def test_a_run_file_of_another_model_is_told_what_to_set(folders: dict[Part, Pat
         import_weights(config, {"vision": folders["vision"]}, tmp_path / "x")
     with pytest.raises(ConfigError, match="is a whisper checkpoint, which is the audio part"):
         import_weights(config, {"vision": folders["audio"]}, tmp_path / "x")
-
-
-def test_the_shipped_sizes_are_those_of_the_published_models() -> None:
-    config = load(ROOT / "deploy" / "configs" / "clip-l-whisper-small-3b.yaml")
-    counts, tied = build.parameter_counts(config), 151_936 * 2048
-    projectors = (4096 + 1) * 2048 + (768 * 10 + 1) * 2048 + 2 * (2048 + 1) * 2048
-    clip_l, whisper_small_encoder, qwen_3b = 303_507_456, 88_154_112 - 1500 * 768, 3_085_938_688
-    key_biases = 12 * 768
-    assert sum(counts) - tied == clip_l + whisper_small_encoder + key_biases + qwen_3b + projectors
-    assert sum(build.parameter_counts(load(ROOT / "deploy" / "configs" / "debug.yaml"))) < 1_000_000
