@@ -43,7 +43,7 @@ from trainer.optim import build_optimizer, parameter_groups, set_lr
 from trainer.pipeline import bounds_of
 from trainer.shard import Entry
 from trainer.source import Source
-from trainer.stage_table import run_file_lines, show_stages, stages
+from trainer.stage_table import show_stages, stages
 from trainer.weights import load_initial
 
 if TYPE_CHECKING:
@@ -295,7 +295,6 @@ def _bounds(
     if ranks.is_main:
         rows = stages(config, bounds, parameters, costs)
         show_stages(rows, "parameters" if costs is parameters else "time")
-        _log.info("to cut like this again, write under mesh:\n%s", run_file_lines(rows))
     return bounds
 
 

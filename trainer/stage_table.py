@@ -36,8 +36,10 @@ def run_file_lines(rows: Sequence[Stage]) -> str:
 
 
 def show_stages(rows: Sequence[Stage], cost: str) -> None:
-    """Print the table on standard error, where progress is; `cost` names what the share is of."""
+    """Print the table and its lines on standard error, where progress is; `cost` names what the share is of."""
     table = Table("stage", "layers", "parameters", f"share of {cost}", title="pipeline")
     for number, row in enumerate(rows):
         table.add_row(str(number), row.layers, f"{row.parameters:,}", f"{row.share:.1%}")
-    Console(file=sys.stderr).print(table)
+    console = Console(file=sys.stderr)
+    console.print(table)
+    console.print(f"to cut like this again, write under mesh:\n{run_file_lines(rows)}", highlight=False, soft_wrap=True)
