@@ -39,9 +39,11 @@ class Tie:
 
     def reduce(self) -> None:
         """Add the copy's gradient to the owner's, once for all micro-batches of a step."""
+        if not self.trained:
+            return
         gradient = self._sum if self._is_copy else accumulated(self._weight)
-        if gradient is not None:
-            dist.reduce(gradient, self._owner, group=self._group)
+        assert gradient is not None, "every micro-batch gives both ends a gradient, which DeepSpeed keeps in a holder"
+        dist.reduce(gradient, self._owner, group=self._group)
         self._sum = None
 
     def spread(self) -> None:
@@ -55,7 +57,7 @@ class Tie:
 
 
 def accumulated(weight: Tensor) -> Tensor | None:
-    """The fp32 tensor in which a parameter's gradient has been summed up; None for what is not trained."""
+    """The fp32 tensor in which a parameter's gradient has been summed up, if any."""
     return next((x for name in HOLDERS if (x := getattr(weight, name, None)) is not None), None)
 
 
