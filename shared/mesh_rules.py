@@ -4,6 +4,7 @@ import math
 
 from shared.errors import require
 from shared.sections import RunConfig
+from shared.stages import check_stages
 
 
 def _check_mesh(config: RunConfig) -> None:
@@ -69,4 +70,4 @@ def _check_expert_mesh(config: RunConfig) -> None:
     require(not offload, "train.offload_optimizer", offload, rule, "set false, or mesh.expert=1")
 
 
-MESH_RULES = (_check_mesh, _check_tensor, _check_experts, _check_expert_mesh)
+MESH_RULES = (_check_mesh, _check_tensor, _check_experts, _check_expert_mesh, check_stages)

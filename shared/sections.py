@@ -176,16 +176,28 @@ class LoaderSection(Section, frozen=True):
     quarantine: QuarantineSection = QuarantineSection()
 
 
+class StageSection(Section, frozen=True):
+    """A pipeline stage: its layers, `head` or `encode..decoder.3`. What else it states all stages must share."""
+
+    layers: str
+    micro_batch_tokens: int = 0
+    tensor: int = 0
+    active_experts: int = 0
+
+
 class MeshSection(Section, frozen=True):
     """Degrees of parallelism; their product (expert excepted) is the number of processes.
 
     `expert` groups are runs of so many neighbouring data ranks: they see different data and share out the experts.
+    `stages` says where the pipeline is cut; else `balance` does: by parameters, or by time measured at the start.
     """
 
     pipe: int = 1
     data: int = 1
     tensor: int = 1
     expert: int = 1
+    stages: tuple[StageSection, ...] = ()
+    balance: Literal["parameters", "measured"] = "parameters"
 
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]

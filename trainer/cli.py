@@ -54,6 +54,9 @@ def train_run(
 ) -> None:
     """Train. The loader daemon of the same run file must be up, or come up within train.wait_s.
 
+    With mesh.pipe above 1 a table of the stages is shown first: layers, parameters and share of cost. mesh.stages cuts
+    by hand ([{layers: encode..decoder.3}, {layers: decoder.4..head}]), mesh.balance=measured by each layer's time.
+
     Example: deepspeed --num_gpus 2 --module trainer train --config run.yaml --set train.steps=50
     """
     run, ranks = _joined(config, overrides)

@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
@@ -29,23 +30,26 @@ from trainer.ds_config import deepspeed_config, micro_batches_per_rank
 from trainer.expert_stats import collect
 from trainer.feed import MicroBatch
 from trainer.launch import Ranks
+from trainer.layer_times import layer_times_ns
 from trainer.loss import WHOLE
 from trainer.memory.recompute import recompute, recomputed_modules
 from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
 from trainer.models.gradients import anchored, cut_gradients
 from trainer.models.moe import weigh_losses
-from trainer.models.parts import freeze
+from trainer.models.parts import EMBEDDING, freeze, is_tied_copy
 from trainer.nonfinite import GradientWatch, LossFunction, StepResult
 from trainer.optim import build_optimizer, parameter_groups, set_lr
-from trainer.pipeline import cuts
+from trainer.pipeline import bounds_of
 from trainer.shard import Entry
 from trainer.source import Source
+from trainer.stage_table import show_stages, stages
 from trainer.weights import load_initial
 
 if TYPE_CHECKING:
     from trainer.parallel.expert_state import ExpertState
     from trainer.parallel.groups import Groups
+    from trainer.parallel.tied import Tie
 
 _log = logger("engine")
 
@@ -61,9 +65,10 @@ class Engine:
         clipping: Clipping | None,
         loss: LossFunction,
         watch: GradientWatch,
+        tie: "Tie | None" = None,
     ) -> None:
         self._ranks, self._engine, self._micro_batches = ranks, engine, micro_batches_per_rank(config)
-        self._clipping, self._loss, self._watch = clipping, loss, watch
+        self._clipping, self._loss, self._watch, self._tie = clipping, loss, watch, tie
         self._decoder = config.model.decoder
 
     def train_batch(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
@@ -71,6 +76,8 @@ class Engine:
         set_lr(self._engine.optimizer.param_groups, lr)
         whole = self._ranks.mesh.pipe == 1
         loss = self._accumulate(micro_batches) if whole else float(self._engine.train_batch(data_iter=micro_batches))
+        if self._tie and self._tie.trained:
+            self._tie.spread()
         experts = collect(self.module, self._decoder, self._ranks)
         norm, finite, uncounted_bad = self._grad_norm(), self._loss.take(), self._watch.take()
         if math.isfinite(norm) and not uncounted_bad:
@@ -86,11 +93,14 @@ class Engine:
         return found
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of this rank's parameters (its stage, its slices), named as in the whole model; collective."""
+        """Copies of this rank's parameters (its stage, its slices), named as in the whole model; collective.
+
+        A tied head's copy has the embedding's name.
+        """
         for name, parameter in self.module.named_parameters():
             if not name.startswith("anchors."):
                 with deepspeed.zero.GatheredParameters([parameter]):
-                    yield name, parameter.detach().clone()
+                    yield EMBEDDING if is_tied_copy(parameter) else name, parameter.detach().clone()
 
     def entries(self) -> dict[str, Entry]:
         """This rank's share of weights and optimizer state, as views of the live tensors."""
@@ -103,6 +113,8 @@ class Engine:
             CheckpointError: it lacks something that this rank holds.
         """
         state.fill(self._held(), self._stepper, source)
+        if self._tie:
+            self._tie.spread()
 
     def _held(self) -> Iterator[state.Held]:
         return state.held(self._engine.module, self._engine.optimizer, self._ranks)
@@ -174,9 +186,12 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     with quiet_deepspeed():
         groups, experts = _groups(ranks), _experts(ranks)
         loss = LossFunction(groups.tensor if groups else WHOLE)
-        model = _model(config, ranks, backend, loss)
+        model = _model(config, ranks, backend, loss, _bounds(config, ranks, backend, groups, experts))
         load_initial(model, config)
         _apply_tables(config, model, groups, experts)
+        tie = _tie(config, ranks, model)
+        if isinstance(model, Pipeline):
+            model.add_anchors()
         compiled = compile_blocks(model) if compiles(config.train, ranks.device) else 0
         optimizer = build_optimizer(model, config.train.optim)
         watch = GradientWatch(p for p in model.parameters() if p.requires_grad and not _counts(ranks, p))
@@ -187,10 +202,13 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
         if experts and not clipping:
             experts.own_norm(engine.optimizer)
+        if tie:
+            engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: lambda _: tie.reduce()}
+            tie.spread()
     if ranks.is_main:
         kinds = type(engine).__name__, type(engine.optimizer).__name__
         _log.info("%s, %s, attention by %s, %d blocks compiled", *kinds, backend, compiled)
-    return Engine(config, ranks, engine, clipping, loss, watch)
+    return Engine(config, ranks, engine, clipping, loss, watch, tie)
 
 
 @contextlib.contextmanager
@@ -228,14 +246,24 @@ def _experts(ranks: Ranks) -> "ExpertState | None":
 
 
 def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
-    """All that is done to a model written for one device and whole training, in the order in which it must be."""
+    """All that is done to layers written for one device and whole training, in the order in which it must be."""
     freeze(model, config.train.freeze, config.model.decoder.depth)
     _split(model, groups, experts)
     weigh_losses(model, 1 / micro_batches_per_rank(config))
     cut_gradients(model, config.model.gradient_cuts)
     recompute(model, recomputed_modules(config))
-    if isinstance(model, Pipeline):
-        model.add_anchors()
+
+
+def _tie(config: RunConfig, ranks: Ranks, model: nn.Module) -> "Tie | None":
+    """Make a tied head one weight with the embedding: on one rank one parameter, else what `Tie` keeps equal."""
+    if not config.model.decoder.tied:
+        return None
+    if config.mesh.pipe == 1:
+        build.tie(model)
+        return None
+    from trainer.parallel.tied import tie_stages
+
+    return tie_stages(model, ranks.mesh, ranks.rank)
 
 
 def _split(model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
@@ -247,13 +275,36 @@ def _split(model: nn.Module, groups: "Groups | None", experts: "ExpertState | No
         experts.split(model)
 
 
-def _model(config: RunConfig, ranks: Ranks, backend: Backend, loss: LossFunction) -> nn.Module:
+def _bounds(
+    config: RunConfig, ranks: Ranks, backend: Backend, groups: "Groups | None", experts: "ExpertState | None"
+) -> list[int]:
+    """Where the pipeline is cut, which rank 0 tells."""
+    if config.mesh.pipe == 1:
+        return []
+    parameters = costs = build.parameter_counts(config)
+    if config.mesh.balance == "measured":
+
+        def prepare(layer: nn.Module) -> None:
+            _apply_tables(config, layer, groups, experts)
+            if compiles(config.train, ranks.device):
+                compile_blocks(layer)
+
+        layers, vocabulary = build.layers(config, backend), groups.tensor if groups else WHOLE
+        costs = layer_times_ns(config, ranks, layers, prepare, vocabulary)
+    bounds = bounds_of(config, costs)
+    if ranks.is_main:
+        rows = stages(config, bounds, parameters, costs)
+        show_stages(rows, "parameters" if costs is parameters else "time")
+    return bounds
+
+
+def _model(config: RunConfig, ranks: Ranks, backend: Backend, loss: LossFunction, bounds: list[int]) -> nn.Module:
     if config.mesh.pipe == 1:
         return build.build(config, backend).to(ranks.device)
     mesh = ranks.mesh
     return Pipeline(
         [LayerSpec(layer.kind, *layer.args) for layer in build.layers(config, backend)],
-        bounds=cuts(build.parameter_counts(config), mesh.pipe),
+        bounds=bounds,
         topology=PipeModelDataParallelTopology(num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data),
         loss_fn=loss,
         seed_layers=True,

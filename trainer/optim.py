@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.sections import OptimSection
+from trainer.models.parts import is_tied_copy
 
 
 def lr_at(step: int, steps: int, optim: OptimSection) -> float:
@@ -30,7 +31,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         or name.startswith("positions")
         or getattr(p, "without_decay", False)
     }
-    chosen = [p for p in model.parameters() if p.requires_grad]
+    chosen = [p for p in model.parameters() if p.requires_grad and not is_tied_copy(p)]
     decayed = [p for p in chosen if id(p) not in exempt]
     others = [p for p in chosen if id(p) in exempt]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

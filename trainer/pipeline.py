@@ -1,4 +1,4 @@
-"""Where a pipeline is cut. Pure arithmetic over parameter counts.
+"""Where a pipeline is cut: as the run file's table says, or so that costs are balanced. Pure arithmetic.
 
 `bounds` has one more entry than there are stages: stage s holds layers bounds[s] .. bounds[s + 1]. The first layer
 (encoders) is always on stage 0 and the last (head) on the last stage; what is chosen is how many blocks go with them.
@@ -7,6 +7,17 @@
 from functools import cache
 
 from shared.errors import ConfigError
+from shared.sections import RunConfig
+from shared.stages import table_bounds
+
+
+def bounds_of(config: RunConfig, costs: list[int]) -> list[int]:
+    """Bounds of the stages: those of `mesh.stages`, or the best for the costs of the layers.
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    return table_bounds(config) if config.mesh.stages else cuts(costs, config.mesh.pipe)
 
 
 def cuts(weights: list[int], stages: int) -> list[int]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shared.errors import CheckpointError
 from shared.mesh import Mesh
 from trainer.launch import Ranks
+from trainer.models.parts import is_tied_copy
 from trainer.shard import Box, Entry, Piece
 from trainer.source import Source
 
@@ -76,11 +77,11 @@ class Held(msgspec.Struct, eq=False):
 def held(module: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Held]:
     """Everything of a module under DeepSpeed that belongs into a checkpoint; a tied parameter once.
 
-    What is not in a layer (`<number>.<name>`) is no part of the model.
+    What is not in a layer (`<number>.<name>`) is no part of the model; a tied head's copy is the embedding's stage's.
     """
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen or not name.partition(".")[0].isdigit():
+        if id(tensor) in seen or is_tied_copy(tensor) or not name.partition(".")[0].isdigit():
             continue
         seen.add(id(tensor))
         if hasattr(tensor, "ds_id"):

@@ -59,15 +59,12 @@ def layers(config: RunConfig, backend: Backend) -> list[Layer]:
 
 
 def check(config: RunConfig) -> None:
-    """Refuse a tied head on several devices, and clips longer than the table of positions.
+    """Refuse clips longer than the table of positions.
 
     Raises:
-        ConfigError: one of both is asked for.
+        ConfigError: there are some.
     """
-    mesh, audio = config.mesh, config.model.audio
-    if config.model.decoder.tied and (mesh.pipe > 1 or mesh.tensor > 1):
-        rule = "needs mesh.pipe 1 and mesh.tensor 1: embedding and head share one weight on one device"
-        raise ConfigError("model.decoder.tied", True, rule, "set model.decoder.tied=false or both degrees to 1")
+    audio = config.model.audio
     need = max(clip_classes(config.data.audio), default=0) // (2 * audio.hop)
     if audio.positions == "table" and need > audio.places:
         rule = f"must be at least {need}, the places of the longest of data.audio.classes_s"
@@ -86,15 +83,24 @@ def build(config: RunConfig, backend: Backend, seed_layer: Callable[[int], Any] 
     for place, layer in enumerate(layers(config, backend)):
         seed_layer(config.train.seed + place)
         parts.append(layer.build())
+    stack = Stack(parts)
     if config.model.decoder.tied:
-        tie(parts[0], parts[-1])
-    return Stack(parts)
+        tie(stack)
+    return stack
 
 
-def tie(encode: nn.Module, head: nn.Module) -> None:
+def tie(model: nn.Module) -> None:
     """Let the head's vocabulary be the embedding's weight; it is then named as the embedding's alone."""
-    assert isinstance(encode, Encode) and isinstance(head, Head)
-    head.vocabulary.weight = encode.embedding.weight
+    embedding, vocabulary = ends(model)
+    assert embedding is not None and vocabulary is not None
+    vocabulary.weight = embedding.weight
+
+
+def ends(model: nn.Module) -> tuple[nn.Embedding | None, nn.Linear | None]:
+    """The token embedding and the head's projection to the vocabulary, where the model, or a stage of it, has them."""
+    parts = list(model.children())
+    embedding = next((part.embedding for part in parts if isinstance(part, Encode)), None)
+    return embedding, next((part.vocabulary for part in parts if isinstance(part, Head)), None)
 
 
 def shapes(config: RunConfig) -> dict[str, torch.Size]:

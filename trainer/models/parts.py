@@ -3,9 +3,12 @@
 from collections.abc import Collection
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from shared.sections import ModelPart
+
+EMBEDDING = "0.embedding.weight"
+"""The token embedding; a tied head is named so too."""
 
 
 def part_of(name: str, depth: int) -> ModelPart:
@@ -18,6 +21,11 @@ def part_of(name: str, depth: int) -> ModelPart:
     if place == "0":
         return cast(ModelPart, inner)
     return "head" if int(place) > depth else "decoder"
+
+
+def is_tied_copy(parameter: Tensor) -> bool:
+    """Whether the parameter is a copy of the embedding's, which another pipeline stage steps and saves."""
+    return bool(getattr(parameter, "tied_copy", False))
 
 
 def freeze(model: nn.Module, parts: Collection[ModelPart], depth: int) -> None:
