@@ -226,11 +226,11 @@ class Loop:
             self._take(identity, frames, now)
         for done in self._workers.collect():
             self._service.finished(done, now)
+        self._service.advance(now)
         self._workers.tick()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._service.tick(now)
-        self._service.advance(now)
 
     def _take(self, identity: bytes, frames: list[bytes], now: float) -> None:
         try:

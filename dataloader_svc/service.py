@@ -4,6 +4,7 @@ Everything happens in one thread: a message, a worker's report or a tick changes
 wanted and sends what is ready. Free slots are the only back-pressure, and each job has its own.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -82,6 +83,7 @@ class Service:
         self._sessions: dict[bytes, Session] = {}
         self._streams: dict[StreamKey, Stream] = {}
         self._tasks: dict[int, Filling] = {}
+        self._uncounted: deque[tuple[Done, str]] = deque()
         self._held_up, self._absent = Patience(HELD_UP_S), Patience(ABSENT_S)
         self._last_task = 0
         self._next_beat = 0.0
@@ -100,15 +102,9 @@ class Service:
             )
 
     def finished(self, done: Done, now: float) -> None:
-        """A worker filled a slot.
-
-        Raises:
-            TooManyBadSamples: over the limits of loader.quarantine.
-        """
+        """A worker filled a slot. It is counted by the next `advance`, once it was sent."""
         filling = self._tasks.pop(done.task)
-        group = self._groups[filling.pack.group].name
-        metrics.filled(done, group)
-        self._quarantine.record(len(done.sample_ids), done.verdicts)
+        self._uncounted.append((done, self._groups[filling.pack.group].name))
         stream, cursor = filling.stream, filling.pack.cursor
         entry = stream.entries.get(cursor)
         if stream not in self._streams.values() or entry is None or entry.slot != filling.slot:
@@ -135,14 +131,18 @@ class Service:
             self._set_gauges()
 
     def advance(self, now: float) -> None:
-        """Start filling what the streams want and slots allow, and send what is ready."""
+        """Send what is ready, then count it and start filling what streams want and slots allow: no reader waits for
+        a plan.
+
+        Raises:
+            TooManyBadSamples: over the limits of loader.quarantine.
+        """
+        if not self._draining:
+            self._send_ready(now)
+        self._count()
         hungry = [] if self._draining else list(self._streams)
         while hungry:
             hungry = [key for key in hungry if self._fill_next(key)]
-        for stream in list(self._streams.values()):
-            for reader, entry in stream.sendable():
-                if not self._draining:
-                    self._hand_over(stream, reader, entry, now)
 
     def drain(self, reason: str) -> None:
         """No more plans and no more batches; every reader is told."""
@@ -259,6 +259,17 @@ class Service:
             self._held_up.forget(session.key)
             self._absent.forget(session.key)
             self._free([entry.slot for entry in stream.entries.values() if entry.batch])
+
+    def _send_ready(self, now: float) -> None:
+        for stream in list(self._streams.values()):
+            for reader, entry in stream.sendable():
+                self._hand_over(stream, reader, entry, now)
+
+    def _count(self) -> None:
+        while self._uncounted:
+            done, group = self._uncounted.popleft()
+            metrics.filled(done, group)
+            self._quarantine.record(len(done.sample_ids), done.verdicts)
 
     def _fill_next(self, key: StreamKey) -> bool:
         stream = self._streams[key]

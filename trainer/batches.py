@@ -47,11 +47,25 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Attachment:
-    """A mapped segment and how many leases lie on it; unmapped once retired and free of leases."""
+    """A mapped segment and how many leases lie on it; unmapped once retired and free of leases.
+
+    Tensors over a slot are made once for each layout and used again: making them costs more than all else in handing
+    a batch over.
+    """
 
     def __init__(self, segment: Segment, unregister: Unregister) -> None:
         self.segment, self._unregister = segment, unregister
         self._leases, self._retired, self._open = 0, False, True
+        self._tensors: dict[tuple[int, int], tuple[BatchSpec, torch.Tensor, dict[str, torch.Tensor]]] = {}
+
+    def tensors(self, slot: int, spec: BatchSpec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(payload, fields) of a batch of `spec` in `slot`: tensors of the caller's own over the slot's memory."""
+        made = self._tensors.get((slot, spec.group))
+        if made is None or made[0] is not spec:
+            payload = torch.from_numpy(self.segment.payload(slot)[: spec.size_bytes])
+            made = self._tensors[slot, spec.group] = spec, payload, views(payload, spec)
+        _, payload, fields = made
+        return payload.detach(), {name: tensor.detach() for name, tensor in fields.items()}
 
     @property
     def idle(self) -> bool:
@@ -75,6 +89,7 @@ class Attachment:
     def _close_if_idle(self) -> None:
         if self._open and self._retired and self._leases <= 0:
             self._open = False
+            self._tensors.clear()
             self._unregister()
             self.segment.close()
 
@@ -101,8 +116,7 @@ class Batch:
         self.counts = Counts(*header.counts)
         self.step_labels, self.sample_ids, self.substituted = header.step_labels, header.sample_ids, header.substituted
         self.skipped_from = header.skipped_from
-        self.payload = torch.from_numpy(attachment.segment.payload(header.slot)[: spec.size_bytes])
-        self.fields = views(self.payload, spec)
+        self.payload, self.fields = attachment.tensors(header.slot, spec)
         self.kept = False
         self.released = False
         self.give_back: Callable[[Batch, Event | None], None] = _not_leased

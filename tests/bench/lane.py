@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import yaml
+import zmq
 
 from dataloader_svc.daemon import Loop, Signals
 from dataloader_svc.jobs import Job
@@ -145,6 +146,47 @@ def run(images: int, readers: int, batches: int, copy: bool, pace_s: float = 0.0
             for child in children:
                 child.end()
     return seen, copier.written_bytes / copier.batch_bytes / (batches + WARM + 1)
+
+
+def bare_late_s(messages: int, pace_s: float) -> list[float]:
+    """How late a bare message is that one process sends another through ZeroMQ, `pace_s` after the last one.
+
+    No hand-over through a ROUTER and a DEALER over ipc can be quicker on this machine.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/bare.sock"
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_hear, args=(theirs, address, messages))
+        process.start()
+        theirs.close()
+        try:
+            with zmq.Context() as sockets, sockets.socket(zmq.ROUTER) as router:
+                router.bind(address)
+                router.setsockopt(zmq.RCVTIMEO, round(1000 * WAIT_S))
+                who, _ = router.recv_multipart()
+                for _ in range(messages):
+                    time.sleep(pace_s)
+                    router.send_multipart([who, str(time.monotonic_ns()).encode()])
+                    router.recv_multipart()
+                return list(msgspec.json.decode(ours.recv_bytes(), type=list[float]))
+        finally:
+            process.join(JOIN_S)
+            process.kill()
+            ours.close()
+
+
+def _hear(pipe: Connection, address: str, messages: int) -> None:
+    late_s = []
+    with zmq.Context() as sockets, sockets.socket(zmq.DEALER) as dealer:
+        dealer.connect(address)
+        dealer.setsockopt(zmq.RCVTIMEO, round(1000 * WAIT_S))
+        dealer.send(b"here")
+        for _ in range(messages):
+            stamp = int(dealer.recv())
+            late_s.append((time.monotonic_ns() - stamp) / 1e9)
+            dealer.send(b"heard")
+    pipe.send_bytes(msgspec.json.encode(late_s))
 
 
 class Child:

@@ -9,8 +9,6 @@ import datetime
 import io
 import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,7 +27,7 @@ from scipy.signal import resample_poly
 from deploy.demo.run import CONFIG, ROOT, RUN, daemon
 from shared.config import endpoint, load
 from shared.sections import RunConfig
-from tests.bench.report import table
+from tests.bench.report import machine, table
 from trainer.batches import Batch
 from trainer.client import LoaderClient
 from trainer.preprocess import DeviceBatch, Preprocessor
@@ -150,7 +148,7 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> tuple[int, torch.Tensor, 
 def hardware() -> str:
     """The machine in a line."""
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{os.cpu_count()} CPU cores{gpu}; Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{machine()}{gpu}; torch {torch.__version__}"
 
 
 def main(

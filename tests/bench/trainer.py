@@ -4,6 +4,7 @@ Variants of one run file, one after the other on one machine, each with a loader
 `deepspeed` launcher and `trainer bench`. The last one is long, with small global batches, and shows the loss.
 """
 
+import json
 import os
 import subprocess
 import tempfile
@@ -64,6 +65,16 @@ def measure(variant: Variant, config: Path, folder: Path, options: list[str], wa
     return msgspec.json.decode(out.read_bytes(), type=Numbers) if out.exists() else tail(log)
 
 
+def copied(data: Path, copies: int, folder: Path) -> list[Path]:
+    """Folders that hold the same shards; links, but for the first."""
+    folders = [folder / f"copy-{number}" for number in range(1, copies)]
+    for each in folders:
+        each.mkdir()
+        for shard in data.glob("*.tar"):
+            (each / shard.name).symlink_to(shard)
+    return [data, *folders]
+
+
 def tail(log: Path) -> str:
     """Its last lines."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
@@ -89,16 +100,18 @@ def main(
     config: Annotated[Path, typer.Option(help="run file")] = CONFIG,
     data: Annotated[Path, typer.Option(help="the demo data")] = ROOT / "demo-data",
     only: Annotated[list[str] | None, typer.Option(help=f"variants: {', '.join(VARIANTS)}; all without")] = None,
+    copies: Annotated[int, typer.Option(help="how often the data is listed: few samples do not fill large packs")] = 1,
     override: Annotated[list[str] | None, typer.Option("--set", help="run-file overrides for every variant")] = None,
     warmup: Annotated[int, typer.Option(help="steps before the measured ones")] = 4,
     steps: Annotated[int, typer.Option(help="measured steps")] = 12,
     long_steps: Annotated[int, typer.Option(help="steps of the variant that shows the loss")] = 500,
 ) -> None:
     """Measure and write a dated table."""
-    options = [f'data.datasets=[{{name: demo, shards: ["{data.resolve()}/demo-*.tar"]}}]']
-    options += [f"data.text.tokenizer={data.resolve()}/tokenizer.json", *(override or [])]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        shards = [f"{each}/demo-*.tar" for each in copied(data.resolve(), copies, Path(folder))]
+        options = [f"data.datasets=[{{name: demo, shards: {json.dumps(shards)}}}]"]
+        options += [f"data.text.tokenizer={data.resolve()}/tokenizer.json", *(override or [])]
         for key in only or VARIANTS:
             variant = VARIANTS[key]
             counts = (0, long_steps) if variant.long else (warmup, steps)
@@ -106,7 +119,8 @@ def main(
             typer.echo(f"{variant.name}: {found[variant.name]}")
     rows = [row(name, numbers) for name, numbers in found.items() if isinstance(numbers, Numbers)]
     lines = [f"# The trainer on {config.stem}", "", f"{today()}, {hardware()}"]
-    lines += [f"Overrides: `{' '.join(override or []) or 'none'}`", "", *(table(rows) if rows else []), ""]
+    lines += [f"Demo data listed {copies} times; overrides: `{' '.join(override or []) or 'none'}`", ""]
+    lines += [*(table(rows) if rows else []), ""]
     lines += [f"{name} failed: {text.splitlines()[-1]}" for name, text in found.items() if isinstance(text, str)]
     out.write_text("\n".join(lines))
     typer.echo("\n".join(lines))

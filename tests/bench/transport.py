@@ -50,10 +50,14 @@ def lane_row(images: int, readers: int, batches: int) -> dict[str, str]:
 def latency_row(readers: int, batches: int) -> dict[str, str]:
     """Hand-over of batches that readers are waiting for."""
     seen, _ = lane.run(10, readers, batches, copy=False, pace_s=PACE_S)
-    late_us = [1e6 * late for one in seen for late in one.late_s]
-    row = {"readers": str(readers), "hand-overs": str(len(late_us))}
-    row |= {f"p{100 * share:.0f} µs": f"{report.percentile(late_us, share):.0f}" for share in (0.5, 0.99)}
-    return row | {"mean µs": f"{statistics.mean(late_us):.0f}"}
+    return late_row(f"a batch to {readers} reader{'s' * (readers > 1)}", [late for one in seen for late in one.late_s])
+
+
+def late_row(what: str, late_s: list[float]) -> dict[str, str]:
+    """The spread of so many delays."""
+    row = {"what": what, "times": str(len(late_s))}
+    row |= {f"p{100 * share:.0f} µs": f"{1e6 * report.percentile(late_s, share):.0f}" for share in (0.5, 0.99)}
+    return row | {"mean µs": f"{1e6 * statistics.mean(late_s):.0f}"}
 
 
 def main(
@@ -63,7 +67,8 @@ def main(
     """Measure and write a dated table."""
     load, shrink = report.busy(), 10 if quick else 1
     rows = [lane_row(images, n, max(4, count // shrink)) for images, count in IMAGES.items() for n in READERS]
-    late = [latency_row(n, 1000 // shrink) for n in READERS]
+    late = [late_row("a bare ZeroMQ message", lane.bare_late_s(1000 // shrink, PACE_S))]
+    late += [latency_row(n, 1000 // shrink) for n in READERS]
     lines = ["# The shared-memory lane", "", f"{report.today()}, {report.machine()}; {load}", report.versions(PACKAGES)]
     lines += ["", f"`python -m tests.bench.transport{' --quick' if quick else ''}`", ""]
     lines += [" ".join(str(__doc__).split("\n\n", 1)[1].split()), ""]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.ranks import run_ranks, start_ranks
+from tests.support.ranks import kill_ranks, run_ranks, start_ranks
 from tests.support.runs import run_file
 
 PROGRAM = "tests.support.step_program"
@@ -64,9 +64,7 @@ def test_ranks_killed_while_saving_resume_from_the_last_complete_checkpoint(tmp_
     try:
         wait_for_partial(tmp_path / "checkpoints", after=2)
     finally:
-        for process in killed:
-            process.kill()
-            process.wait()
+        kill_ranks(killed)
     resumed = run_ranks(PROGRAM, 2, tmp_path / "c", make_task(tmp_path, *layout, resume=True))[0]["case"]
     assert resumed["first"] >= 2
     assert resumed["losses"] == unbroken["losses"][resumed["first"] :]

@@ -1,19 +1,25 @@
 """Run a small program in N real processes joined over gloo, and collect what each rank reports.
 
 A program is a module with a `__main__` that reads its task from `$MILLSTREAM_TASK` (JSON) and writes
-`<out>/rank-<r>.json`. Whatever happens, no process outlives the call.
+`<out>/rank-<r>.json`. Ranks are forked from a server that has the libraries imported and nothing of ours, which would
+cost each of them seconds. Whatever happens, no process outlives the call.
 """
 
+import functools
 import json
+import multiprocessing
 import os
+import runpy
 import socket
-import subprocess
-import sys
 import time
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+LIBRARIES = ["torch", "deepspeed", "deepspeed.moe.layer", "deepspeed.pipe", "safetensors.torch", "msgspec", "yaml"]
+AROUND = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 class RanksFailed(AssertionError):
@@ -35,38 +41,68 @@ def run_ranks(module: str, world: int, out: Path, task: dict[str, Any], timeout_
     try:
         codes = wait_ranks(processes, timeout_s)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        kill_ranks(processes)
     if any(code != 0 for code in codes):
         raise RanksFailed(codes, [(out / f"rank-{r}.log").read_text() for r in range(world)])
     return [json.loads((out / f"rank-{r}.json").read_text()) for r in range(world)]
 
 
-def start_ranks(module: str, world: int, out: Path, task: dict[str, Any]) -> list["subprocess.Popen[bytes]"]:
+def start_ranks(module: str, world: int, out: Path, task: dict[str, Any]) -> list[ForkServerProcess]:
     """The processes, started; each one's output goes to `<out>/rank-<r>.log`."""
     shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    shared |= {"MILLSTREAM_TASK": json.dumps(task), "MILLSTREAM_OUT": str(out)}
-    processes = []
+    shared |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    shared |= {"MILLSTREAM_TASK": json.dumps(task), "MILLSTREAM_OUT": str(out), **AROUND}
+    context, processes = server(), []
     for rank in range(world):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with open(out / f"rank-{rank}.log", "wb") as log:
-            command = [sys.executable, "-m", module]
-            environment = {**os.environ, **shared, **own}
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT))
+        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = context.Process(target=run_rank, args=(module, environment, str(out / f"rank-{rank}.log")))
+        process.start()
+        processes.append(process)
     return processes
 
 
-def wait_ranks(processes: list["subprocess.Popen[bytes]"], timeout_s: float) -> list[int | None]:
+@functools.cache
+def server() -> ForkServerContext:
+    """The server that ranks are forked from, with AROUND in force when it imports; it ends with this process."""
+    context, before = multiprocessing.get_context("forkserver"), dict(os.environ)
+    context.set_forkserver_preload(LIBRARIES)
+    os.environ.update(AROUND)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def run_rank(module: str, environment: dict[str, str], log: str) -> None:
+    """In the forked process: become a rank."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    with open(log, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def wait_ranks(processes: list[ForkServerProcess], timeout_s: float) -> list[int | None]:
     """Exit codes once all have ended, or one has failed, or the time is up (None: still running)."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         if all(code is not None for code in codes) or any(codes):
             return codes
         time.sleep(0.05)
-    return [process.poll() for process in processes]
+    return [process.exitcode for process in processes]
+
+
+def kill_ranks(processes: list[ForkServerProcess]) -> None:
+    """None of them is left."""
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
 
 
 def free_port() -> int:
