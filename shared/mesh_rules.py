@@ -32,9 +32,22 @@ def _check_tensor(config: RunConfig) -> None:
         size = decoder.expert_size
         rule = f"must divide the inner width of an expert, {size}: each tensor-parallel rank takes an equal share"
         require(size % degree == 0, "mesh.tensor", degree, rule, "lower it, or change model.decoder.expert_mlp")
+    _check_shares(config)
     stage = config.train.zero_stage
     rule = "is not proven with tensor parallelism"
     require(degree == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.tensor=1")
+
+
+def _check_shares(config: RunConfig) -> None:
+    degree, tokens = config.mesh.tensor, config.data.batch.tokens
+    for name, what in (("sequence_parallel", "places of a pack"), ("encoder_data_parallel", "images and clips")):
+        rule = f"needs mesh.tensor of 2 or more: the ranks of a tensor group share out {what}"
+        asked = getattr(config.mesh, name)
+        require(degree > 1 or not asked, f"mesh.{name}", asked, rule, "set false, or raise mesh.tensor")
+    if config.mesh.sequence_parallel:
+        rule = f"must divide data.batch.tokens, {tokens}: with mesh.sequence_parallel each rank keeps as many places"
+        remedy = f"set data.batch.tokens to a multiple of {math.lcm(64, degree)}, or mesh.sequence_parallel=false"
+        require(tokens % degree == 0, "mesh.tensor", degree, rule, remedy)
 
 
 def _check_experts(config: RunConfig) -> None:

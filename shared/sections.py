@@ -172,12 +172,19 @@ class MeshSection(Section, frozen=True):
     """Degrees of parallelism; their product (expert excepted) is the number of processes.
 
     `expert` groups are runs of so many neighbouring data ranks: they see different data and share out the experts.
+
+    Of a tensor group: with `sequence_parallel` each rank keeps its share of a pack's places wherever layers are not
+    cut (norms, residual sums), which saves memory and costs nothing on the way; with `encoder_data_parallel` each
+    rank encodes its share of a micro-batch's images and clips, and the gradients of the encoders are summed over the
+    group for every micro-batch, which pays where encoding takes longer than that.
     """
 
     pipe: int = 1
     data: int = 1
     tensor: int = 1
     expert: int = 1
+    sequence_parallel: bool = False
+    encoder_data_parallel: bool = False
 
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]

@@ -20,7 +20,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from shared.sections import RunConfig
+from shared.sections import MeshSection, RunConfig
 from shared.telemetry import logger
 from trainer import state
 from trainer.clipping import Clipping
@@ -230,7 +230,7 @@ def _experts(ranks: Ranks) -> "ExpertState | None":
 def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
     """All that is done to a model written for one device and whole training, in the order in which it must be."""
     freeze(model, config.train.freeze, config.model.decoder.depth)
-    _split(model, groups, experts)
+    _split(config.mesh, model, groups, experts)
     weigh_losses(model, 1 / micro_batches_per_rank(config))
     cut_gradients(model, config.model.gradient_cuts)
     recompute(model, recomputed_modules(config))
@@ -238,11 +238,14 @@ def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None", 
         model.add_anchors()
 
 
-def _split(model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
+def _split(mesh: MeshSection, model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
     if groups:
+        from trainer.parallel.encoders import share_encoders
         from trainer.parallel.tensor import split
 
-        split(model, groups.tensor)
+        split(model, groups.tensor, mesh.sequence_parallel)
+        if mesh.encoder_data_parallel:
+            share_encoders(model, groups.tensor)
     if experts:
         experts.split(model)
 
