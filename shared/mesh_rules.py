@@ -29,9 +29,26 @@ def _check_tensor(config: RunConfig) -> None:
         size = getattr(decoder, name)
         rule = f"must divide model.decoder.{name}, {size}: each tensor-parallel rank takes an equal share"
         require(size % degree == 0, "mesh.tensor", degree, rule, f"lower it, or change model.decoder.{name}")
+    if decoder.experts:
+        size = decoder.expert_size
+        rule = f"must divide the inner width of an expert, {size}: each tensor-parallel rank takes an equal share"
+        require(size % degree == 0, "mesh.tensor", degree, rule, "lower it, or change model.decoder.expert_mlp")
+    _check_shares(config)
     stage = config.train.zero_stage
     rule = "is not proven with tensor parallelism"
     require(degree == 1 or stage <= 1, "train.zero_stage", stage, rule, "set 0 or 1, or mesh.tensor=1")
+
+
+def _check_shares(config: RunConfig) -> None:
+    degree, tokens = config.mesh.tensor, config.data.batch.tokens
+    for name, what in (("sequence_parallel", "places of a pack"), ("encoder_data_parallel", "images and clips")):
+        rule = f"needs mesh.tensor of 2 or more: the ranks of a tensor group share out {what}"
+        asked = getattr(config.mesh, name)
+        require(degree > 1 or not asked, f"mesh.{name}", asked, rule, "set false, or raise mesh.tensor")
+    if config.mesh.sequence_parallel:
+        rule = f"must divide data.batch.tokens, {tokens}: with mesh.sequence_parallel each rank keeps as many places"
+        remedy = f"set data.batch.tokens to a multiple of {math.lcm(64, degree)}, or mesh.sequence_parallel=false"
+        require(tokens % degree == 0, "mesh.tensor", degree, rule, remedy)
 
 
 def _check_experts(config: RunConfig) -> None:
@@ -53,8 +70,6 @@ def _check_experts(config: RunConfig) -> None:
 
 def _check_expert_mesh(config: RunConfig) -> None:
     mesh, experts, stage = config.mesh, config.model.decoder.experts, config.train.zero_stage
-    rule = "cannot be combined with model.decoder.experts: experts are not cut over tensor ranks"
-    require(mesh.tensor == 1 or not experts, "mesh.tensor", mesh.tensor, rule, "set 1, and use mesh.expert")
     if mesh.expert == 1:
         return
     rule = "needs experts to share out: model.decoder.experts is 0"

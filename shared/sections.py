@@ -190,6 +190,11 @@ class MeshSection(Section, frozen=True):
 
     `expert` groups are runs of so many neighbouring data ranks: they see different data and share out the experts.
     `stages` says where the pipeline is cut; else `balance` does: by parameters, or by time measured at the start.
+
+    Of a tensor group: with `sequence_parallel` each rank keeps its share of a pack's places wherever layers are not
+    cut (norms, residual sums), which saves memory and costs nothing on the way; with `encoder_data_parallel` each
+    rank encodes its share of a micro-batch's images and clips, and the gradients of the encoders are summed over the
+    group for every micro-batch, which pays where encoding takes longer than that.
     """
 
     pipe: int = 1
@@ -198,6 +203,8 @@ class MeshSection(Section, frozen=True):
     expert: int = 1
     stages: tuple[StageSection, ...] = ()
     balance: Literal["parameters", "measured"] = "parameters"
+    sequence_parallel: bool = False
+    encoder_data_parallel: bool = False
 
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]

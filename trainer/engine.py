@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from shared.sections import RunConfig
+from shared.sections import MeshSection, RunConfig
 from shared.telemetry import logger
 from trainer import state
 from trainer.clipping import Clipping
@@ -248,7 +248,7 @@ def _experts(ranks: Ranks) -> "ExpertState | None":
 def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
     """All that is done to layers written for one device and whole training, in the order in which it must be."""
     freeze(model, config.train.freeze, config.model.decoder.depth)
-    _split(model, groups, experts)
+    _split(config.mesh, model, groups, experts)
     weigh_losses(model, 1 / micro_batches_per_rank(config))
     cut_gradients(model, config.model.gradient_cuts)
     recompute(model, recomputed_modules(config))
@@ -266,11 +266,14 @@ def _tie(config: RunConfig, ranks: Ranks, model: nn.Module) -> "Tie | None":
     return tie_stages(model, ranks.mesh, ranks.rank)
 
 
-def _split(model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
+def _split(mesh: MeshSection, model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:
     if groups:
+        from trainer.parallel.encoders import share_encoders
         from trainer.parallel.tensor import split
 
-        split(model, groups.tensor)
+        split(model, groups.tensor, mesh.sequence_parallel)
+        if mesh.encoder_data_parallel:
+            share_encoders(model, groups.tensor)
     if experts:
         experts.split(model)
 

@@ -1,14 +1,16 @@
 """Every layout against one process, in numbers: `python -m tests.bench.parity [OUT.md]` (`make parity`).
 
 Three steps on the same mixed global batches (every modality set, an empty pack, an empty caption) of the small test
-model, with clipping always active; then the same with four experts in each block, two for a token, and auxiliary losses
-far larger than anyone would set. Differences are the largest over the steps, and for weights over all of them.
+model, with clipping always active; the same with four experts in each block, two for a token, and auxiliary losses
+far larger than anyone would set; then both with what a tensor group may share out: places of a pack
+(`mesh.sequence_parallel`) and encoding (`mesh.encoder_data_parallel`). Differences are the largest over the steps, and
+for weights over all of them.
 """
 
 import platform
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -43,19 +45,47 @@ EXPERTS = [f"model.decoder.{each}" for each in ("experts=4", "experts_per_token=
 LOSSES = ["model.decoder.balance_loss=0.5", "model.decoder.router_z_loss=0.1"]
 EXPERT_CASES = {case: [*sets, *EXPERTS, *LOSSES] for case, sets in CASES.items() if OFFLOAD not in sets}
 EXPERT_LAYOUTS = [(2, 1, 1, 1), (1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 2), (1, 4, 1, 2), (1, 4, 1, 4)]
+EXPERT_LAYOUTS += [(1, 1, 2, 1), (2, 1, 2, 1), (1, 2, 2, 1), (1, 2, 2, 2), (2, 2, 2, 2)]
+
+SHARES = {"places shared": "mesh.sequence_parallel=true", "encoding shared": "mesh.encoder_data_parallel=true"}
+SHARE_LAYOUTS = [(1, 1, 2, 1), (2, 1, 2, 1), (1, 2, 2, 1)]
 
 Layout = tuple[int, int, int, int]
 Cases = dict[str, list[str]]
 
 
-def measure(folder: Path, layouts: list[Layout], cases: Cases, sharded: Cases) -> list[tuple[str, str, Differences]]:
+class Sweep(NamedTuple):
+    """Cases that run in every layout, and the plain ones, among them those that each must equal in one process."""
+
+    layouts: list[Layout]
+    cases: Cases
+    plain: Cases
+    suffix: str = ""
+
+
+def shares(cases: Cases) -> Cases:
+    """Each case with places, with encoding and with both shared out."""
+    options = {words: [option] for words, option in SHARES.items()} | {", ".join(SHARES): [*SHARES.values()]}
+    return {f"{case}, {words}": [*sets, *more] for case, sets in cases.items() for words, more in options.items()}
+
+
+SWEEPS = [
+    Sweep(LAYOUTS, CASES, CASES),
+    Sweep([(1, 2, 1, 1)], SHARDED, CASES),
+    Sweep(SHARE_LAYOUTS, shares(CASES), CASES),
+    Sweep(EXPERT_LAYOUTS, EXPERT_CASES, EXPERT_CASES, ", experts"),
+    Sweep(SHARE_LAYOUTS, shares(EXPERT_CASES), EXPERT_CASES, ", experts"),
+]
+
+
+def measure(folder: Path, sweep: Sweep) -> list[tuple[str, str, Differences]]:
     """Layout, case and differences from one process, plain ZeRO-1, with the same precision and optimizer."""
-    alone = run_layout(folder / "alone", (1, 1, 1), {plain(case): cases[plain(case)] for case in cases})
+    alone = run_layout(folder / "alone", (1, 1, 1), {plain(case): sweep.plain[plain(case)] for case in sweep.cases})
     found = []
-    for mesh in layouts:
+    for mesh in sweep.layouts:
         name = "pipe {} x data {} x tensor {}, expert {}".format(*mesh).removesuffix(", expert 1")
-        runs = run_layout(folder / "-".join(map(str, mesh)), mesh, cases | sharded if mesh == (1, 2, 1, 1) else cases)
-        found += [(name, case, differences(run, alone[plain(case)])) for case, run in runs.items()]
+        runs = run_layout(folder / "-".join(map(str, mesh)), mesh, sweep.cases)
+        found += [(name, case + sweep.suffix, differences(run, alone[plain(case)])) for case, run in runs.items()]
     return found
 
 
@@ -70,9 +100,7 @@ def main(
 ) -> None:
     """Measure, print and write a dated table."""
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder) / "dense", LAYOUTS, CASES, SHARDED)
-        experts = measure(Path(folder) / "experts", EXPERT_LAYOUTS, EXPERT_CASES, {})
-    found += [(name, f"{case}, experts", each) for name, case, each in experts]
+        found = [row for i, sweep in enumerate(SWEEPS) for row in measure(Path(folder) / str(i), sweep)]
     lines = ["# Layouts against one process", ""]
     lines += [
         f"{today()}, {platform.machine()} CPU, gloo, torch {torch.__version__}; `python -m tests.bench.parity`",

@@ -33,7 +33,7 @@ def reference(experts: Experts, all_ids: list[list[int]]) -> list[tuple[Tensor, 
     found = []
     for rank, ids in enumerate(all_ids):
         rows, counts = rows_of(ids, rank)
-        out = experts(rows, counts)
+        out = experts.run(rows, counts)
         out.square().sum().backward()
         assert rows.grad is not None
         found.append((out.detach(), rows.grad))
@@ -46,7 +46,7 @@ def deviation(all_ids: list[list[int]], rank: int, group: ExpertGroup) -> float:
     split_experts(share, group)
     wanted_out, wanted_grad = reference(whole.experts, all_ids)[rank]
     rows, counts = rows_of(all_ids[rank], rank)
-    out = share.compute(rows, counts, share.experts)
+    out = share.experts.compute(rows, counts, share.experts)
     out.square().sum().backward()
     pairs = [(out, wanted_out), (rows.grad, wanted_grad)]
     for ours, theirs in zip(share.experts.parameters(), whole.experts.parameters(), strict=True):

@@ -48,12 +48,13 @@ def run_layout(
 ) -> dict[str, Run]:
     """Case -> its run on pipe x data x tensor processes, data in groups of expert (the fourth, 1 if left out).
 
-    With `start_seed`, `start.safetensors` holds weights of it.
+    With `start_seed`, `start.safetensors` holds weights of it for the first case's model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = run_file(folder, "part-{0..0}.tar", data=BATCH, train={"optim": {"clip": 0.25}})
     if start_seed:
-        start = build.build(load(config, [f"train.seed={start_seed}"]), "sdpa").state_dict()
+        first = next(iter(cases.values()))
+        start = build.build(load(config, [*first, f"train.seed={start_seed}"]), "sdpa").state_dict()
         save_file(start, folder / "start.safetensors")
     shape = Mesh(**dict(zip(("pipe", "data", "tensor", "expert"), mesh, strict=False)))
     degrees = [f"mesh.{axis}={degree}" for axis, degree in msgspec.structs.asdict(shape).items()]

@@ -36,7 +36,7 @@ class AudioTower(nn.Module):
 
     def forward(self, mels_MmF: Tensor, lengths_M: Tensor) -> Tensor:
         """Tokens of every clip; zero clips give zero tokens and zero gradients, never none."""
-        if not mels_MmF.shape[0]:
+        if not mels_MmF.shape[2]:
             mels_MmF = mels_MmF.new_zeros(0, self.stem.in_channels, 2 * self.stack)
         x = nn.functional.gelu(self.stem(mels_MmF))
         x = nn.functional.gelu(self.stride(x)).transpose(1, 2)

@@ -37,10 +37,19 @@ class Plan(NamedTuple):
     kept_E: Tensor
 
 
+class Router(nn.Linear):
+    """[..., C] in any dtype -> logits [..., E] in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The weights are taken in fp32 too, whatever they are kept in."""
+        return F.linear(x.float(), self.weight.float())
+
+
 class Experts(nn.Module):
     """E SwiGLU networks side by side: gate and up [E, F, C], down [E, C, F].
 
-    Every parameter gets a gradient from every call, zeros for experts without rows.
+    `compute` runs rows through them, wherever they are. Every parameter gets a gradient from every call, zeros for
+    experts without rows.
     """
 
     def __init__(self, section: DecoderSection) -> None:
@@ -51,8 +60,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
         for weight, std in ((self.gate, 0.02), (self.up, 0.02), (self.down, 0.02 / math.sqrt(2 * section.depth))):
             nn.init.normal_(weight, std=std)
+        self.compute: Compute = here
 
-    def forward(self, rows_AC: Tensor, counts_E: Tensor) -> Tensor:
+    def forward(self, x_TC: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
+        """[T, C]: each token's experts, weighted and added up; zeros for what the plan does not keep."""
+        rows_AC = repeat(x_TC, weights_TK.shape[1]).index_select(0, plan.order_A)
+        return combine(self.compute(rows_AC, plan.kept_E, self), plan.order_A, weights_TK)
+
+    def run(self, rows_AC: Tensor, counts_E: Tensor) -> Tensor:
         """[A, C]: each row through its expert; the first counts_E[0] rows are expert 0's, and so on."""
         inner = F.silu(grouped_linear(rows_AC, self.gate, counts_E)) * grouped_linear(rows_AC, self.up, counts_E)
         return grouped_linear(inner, self.down, counts_E)
@@ -64,8 +79,7 @@ Compute = Callable[[Tensor, Tensor, Experts], Tensor]
 
 def here(rows_AC: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
     """All experts are on this device."""
-    out: Tensor = experts(rows_AC, counts_E)
-    return out
+    return experts.run(rows_AC, counts_E)
 
 
 class Tally:
@@ -90,8 +104,8 @@ class Tally:
 class ExpertBlock(AttentionBlock):
     """A block whose feed-forward is a mixture of experts.
 
-    `compute` runs the experts, wherever they are. `loss_weight` is what the engine multiplies a micro-batch's loss by
-    before its backward pass (1 over the micro-batches that one rank accumulates).
+    `loss_weight` is what the engine multiplies a micro-batch's loss by before its backward pass (1 over the
+    micro-batches that one rank accumulates).
     """
 
     def __init__(self, section: DecoderSection, backend: Backend) -> None:
@@ -99,21 +113,19 @@ class ExpertBlock(AttentionBlock):
         self.per_token, self.capacity_factor = section.experts_per_token, section.capacity_factor
         self.balance_loss, self.router_z_loss = section.balance_loss, section.router_z_loss
         self.loss_weight, self.tally = 1.0, Tally(section.experts)
-        self.compute: Compute = here
         self.expert_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
-        self.router = nn.Linear(section.dim, section.experts, bias=False)
+        self.router = Router(section.dim, section.experts, bias=False)
         self.experts = Experts(section)
         init_block(self, section.depth)
 
     def feed_forward(self, hidden_TC: Tensor, segments_T: Tensor) -> Tensor:
         """Weighted outputs of each token's experts; zeros for padding and for what was dropped."""
         x, valid_T = self.expert_norm(hidden_TC), segments_T > 0
-        logits_TE = F.linear(x.float(), self.router.weight.float())
+        logits_TE: Tensor = self.router(x)
         probs_TE = logits_TE.softmax(-1)
         ids_TK, weights_TK = choose(probs_TE, self.per_token)
         plan = make_plan(ids_TK, valid_T, self.tally.experts, self.capacity_factor)
-        rows = self.compute(repeat(x, self.per_token).index_select(0, plan.order_A), plan.kept_E, self.experts)
-        out = combine(rows, plan.order_A, weights_TK)
+        out: Tensor = self.experts(x, weights_TK, plan)
         balance, z = balance_loss(probs_TE, valid_T, plan.asked_E), z_loss(logits_TE, valid_T)
         loss = self.balance_loss * balance + self.router_z_loss * z
         return add_loss(out, loss, self.loss_weight, lambda: self.tally.add(plan, balance, z))

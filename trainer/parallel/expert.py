@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shared.mesh import Mesh
 from trainer.models.moe import Experts, expert_blocks
 from trainer.parallel.groups import lines, make_group
+from trainer.parallel.tensor import is_cut, mark_cut
 
 NAME = "experts"
 """What DeepSpeed calls the group of parameters that are not replicated over all data ranks."""
@@ -58,11 +59,14 @@ def replica_lines(mesh: Mesh) -> list[list[int]]:
 
 
 def split_experts(model: nn.Module, group: ExpertGroup) -> None:
-    """Keep this rank's experts of a whole model, or of the stage of it that this rank holds, in place."""
+    """Keep this rank's experts of a whole model, or of the stage of it that this rank holds, in place.
+
+    Where tensor parallelism cut them before, every one of them stays cut.
+    """
     for _, block in expert_blocks(model):
         for name, whole in list(block.experts.named_parameters()):
             setattr(block.experts, name, _share(whole, group))
-        block.compute = Exchange(group)
+        block.experts.compute = Exchange(group)
 
 
 def cut_dim(parameter: str) -> int | None:
@@ -93,7 +97,7 @@ class Exchange:
         sent, received = sent_nE.sum(1).tolist(), received_nE.sum(1).tolist()
         rows_RC = _all_to_all(rows_AC, sent, received, self._group.group)
         by_expert = _expert_of_rows(received_nE).argsort(stable=True)
-        out_RC = experts(rows_RC.index_select(0, by_expert), received_nE.sum(0))
+        out_RC = experts.run(rows_RC.index_select(0, by_expert), received_nE.sum(0))
         return _all_to_all(out_RC.index_select(0, by_expert.argsort()), received, sent, self._group.group)
 
 
@@ -132,4 +136,6 @@ def _share(whole: nn.Parameter, group: ExpertGroup) -> nn.Parameter:
     size = whole.shape[0] // group.size
     held = nn.Parameter(whole.detach().narrow(0, group.rank * size, size).clone(), whole.requires_grad)
     held.allreduce, held.group_name = False, NAME  # type: ignore[attr-defined]
+    if is_cut(whole):
+        mark_cut(held)
     return held

@@ -18,6 +18,7 @@ from deepspeed.utils import groups as known_groups
 from torch import Tensor, nn
 
 from trainer.parallel.expert import NAME, ExpertGroup, is_expert, split_experts
+from trainer.parallel.tensor import is_cut
 
 
 class _Mark(MoE):
@@ -73,11 +74,17 @@ class ExpertState:
 
 
 def partitioned_norm(optimizer: Any) -> Tensor:
-    """2-norm over the partitions of all ranks, which are disjoint; infinite where a gradient is not finite."""
+    """2-norm over the partitions of all ranks; infinite where a gradient is not finite.
+
+    They are disjoint but for what tensor ranks hold whole, which the first of them counts. A partition is a piece of
+    each parameter in it, in order, and padding; or padding alone.
+    """
     squares = torch.zeros((), device=optimizer.device)
-    for place in range(len(optimizer.bit16_groups)):
+    for place, parameters in enumerate(optimizer.params_in_partition):
         pieces = (g for g in optimizer.averaged_gradients[place] if not getattr(g, "_zero_padding", False))
-        squares += sum(piece.float().square().sum() for piece in pieces)
+        for piece, parameter in zip(pieces, parameters, strict=False):
+            if is_cut(parameter) or optimizer.model_parallel_rank == 0:
+                squares += piece.float().square().sum()
     dist.all_reduce(squares)
     return torch.where(squares.isfinite(), squares.sqrt(), torch.inf)
 

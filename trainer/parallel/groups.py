@@ -26,6 +26,24 @@ class TensorGroup:
         """A new tensor: the maximum over the ranks."""
         return self._reduce(x, dist.ReduceOp.MAX)
 
+    def share(self, x: Tensor) -> Tensor:
+        """A view: this rank's rows of x. The last ranks have fewer, or none, where `size` does not divide them."""
+        most = -(-x.shape[0] // self.size)
+        return x[self.rank * most : (self.rank + 1) * most]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """A new tensor: the ranks' x [R, ...], of one shape, end to end, [size x R, ...]."""
+        found = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(found.unbind()), x.detach().contiguous(), group=self.group)
+        return found.flatten(0, 1)
+
+    def share_of_total(self, x: Tensor) -> Tensor:
+        """A new tensor: this rank's rows of the sum over the ranks, whose number `size` must divide."""
+        parts = list(x.detach().contiguous().chunk(self.size))
+        found = torch.empty_like(parts[0])
+        dist.reduce_scatter(found, parts, group=self.group)
+        return found
+
     def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         found = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(found, op=operation, group=self.group)

@@ -33,7 +33,10 @@ def refusal(tmp_path: Path, *overrides: str, **changes: dict[str, Any]) -> str:
             ["mesh.data=2", "mesh.expert=2", "train.offload_optimizer=true"],
             "is not proven with expert parallelism; set",
         ),
-        (["mesh.tensor=2"], "cannot be combined with model.decoder.experts"),
+        (
+            ["mesh.tensor=2", "model.decoder.expert_mlp=63"],
+            "mesh.tensor (2) must divide the inner width of an expert, 63",
+        ),
         (["mesh.expert=0"], "mesh.expert (0) must be at least 1"),
         (["model.decoder.experts=-1"], "model.decoder.experts (-1) must be at least 0"),
         (["model.decoder.experts_per_token=5"], "must be at most model.decoder.experts, 4"),

@@ -8,20 +8,29 @@ import torch
 from shared.mesh import Mesh
 from tests.support.runs import run_config
 from trainer.models import build
+from trainer.parallel import expert
 from trainer.parallel.groups import TensorGroup, lines
 from trainer.parallel.tensor import cut_dim, is_cut, split
 
+EXPERTS = {"experts": 4, "expert_mlp": 24, "expert_every": 2}
 
-def share(folder: Path, rank: int, size: int) -> build.Stack:
-    """Rank `rank`'s share of the small model; cutting alone communicates nothing."""
-    model = build.build(run_config(folder, "x.tar", model={"decoder": {"qkv_bias": True}}), "sdpa")
+
+def model_of(folder: Path, **decoder: int | bool) -> build.Stack:
+    """The small model, whole."""
+    return build.build(run_config(folder, "x.tar", model={"decoder": decoder}), "sdpa")
+
+
+def share(folder: Path, rank: int, size: int, **decoder: int | bool) -> build.Stack:
+    """Rank `rank`'s share of it; cutting alone communicates nothing."""
+    model = model_of(folder, **decoder)
     split(model, TensorGroup(None, rank, size))
     return model
 
 
-def test_slices_together_are_the_whole_weights(tmp_path: Path) -> None:
-    whole = build.build(run_config(tmp_path, "x.tar", model={"decoder": {"qkv_bias": True}}), "sdpa")
-    shares = [dict(share(tmp_path, rank, 2).named_parameters()) for rank in range(2)]
+@pytest.mark.parametrize("decoder", [{"qkv_bias": True}, EXPERTS], ids=["biases", "experts"])
+def test_slices_together_are_the_whole_weights(tmp_path: Path, decoder: dict[str, int | bool]) -> None:
+    whole = model_of(tmp_path, **decoder)
+    shares = [dict(share(tmp_path, rank, 2, **decoder).named_parameters()) for rank in range(2)]
     assert list(shares[0]) == [name for name, _ in whole.named_parameters()]
     for name, parameter in whole.named_parameters():
         dim = cut_dim(name)
@@ -37,6 +46,22 @@ def test_the_decoder_is_cut_and_the_encoders_are_not(tmp_path: Path) -> None:
     whole = [name for name in names if cut_dim(name) is None]
     assert all("norm" in name or name.startswith(("0.vision", "0.audio")) for name in whole)
     assert not any(cut_dim(name) is not None for name in names if name.startswith(("0.vision", "0.audio")))
+
+
+def test_experts_are_cut_inside_and_shared_out_besides(tmp_path: Path) -> None:
+    whole = dict(model_of(tmp_path, **EXPERTS).named_parameters())
+    shares = {}
+    for tensor in range(2):
+        for place in range(2):
+            model = share(tmp_path, tensor, 2, **EXPERTS)
+            expert.split_experts(model, expert.ExpertGroup(None, None, place, 2))
+            shares[tensor, place] = dict(model.named_parameters())
+    for name in ("gate", "up", "down"):
+        path = f"2.experts.{name}"
+        rows = [torch.cat([shares[tensor, place][path] for tensor in range(2)], cut_dim(path)) for place in range(2)]
+        assert torch.equal(torch.cat(rows), whole[path]), name
+        assert all(is_cut(each[path]) and expert.is_expert(each[path]) for each in shares.values()), name
+    assert not is_cut(shares[0, 0]["2.router.weight"])
 
 
 def test_each_rank_runs_its_share_of_the_heads(tmp_path: Path) -> None:
