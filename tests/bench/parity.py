@@ -1,10 +1,10 @@
 """Every layout against one process, in numbers: `python -m tests.bench.parity [OUT.md]` (`make parity`).
 
 Three steps on the same mixed global batches (every modality set, an empty pack, an empty caption) of the small test
-model, with clipping always active; the same with four experts in each block, two for a token, and auxiliary losses
-far larger than anyone would set; then both with what a tensor group may share out: places of a pack
-(`mesh.sequence_parallel`) and encoding (`mesh.encoder_data_parallel`). Differences are the largest over the steps, and
-for weights over all of them.
+model, with clipping always active; the same with a tied head, and with four experts in each block, two for a token,
+and auxiliary losses far larger than anyone would set; then all but the tied head with what a tensor group may share
+out: places of a pack (`mesh.sequence_parallel`) and encoding (`mesh.encoder_data_parallel`). Differences are the
+largest over the steps, and for weights over all of them.
 """
 
 import platform
@@ -47,6 +47,8 @@ EXPERT_CASES = {case: [*sets, *EXPERTS, *LOSSES] for case, sets in CASES.items()
 EXPERT_LAYOUTS = [(2, 1, 1, 1), (1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 2), (1, 4, 1, 2), (1, 4, 1, 4)]
 EXPERT_LAYOUTS += [(1, 1, 2, 1), (2, 1, 2, 1), (1, 2, 2, 1), (1, 2, 2, 2), (2, 2, 2, 2)]
 
+TIED_CASES = {case: [*sets, "model.decoder.tied=true"] for case, sets in CASES.items()}
+
 SHARES = {"places shared": "mesh.sequence_parallel=true", "encoding shared": "mesh.encoder_data_parallel=true"}
 SHARE_LAYOUTS = [(1, 1, 2, 1), (2, 1, 2, 1), (1, 2, 2, 1)]
 
@@ -73,6 +75,7 @@ SWEEPS = [
     Sweep(LAYOUTS, CASES, CASES),
     Sweep([(1, 2, 1, 1)], SHARDED, CASES),
     Sweep(SHARE_LAYOUTS, shares(CASES), CASES),
+    Sweep(LAYOUTS, TIED_CASES, TIED_CASES, ", tied head"),
     Sweep(EXPERT_LAYOUTS, EXPERT_CASES, EXPERT_CASES, ", experts"),
     Sweep(SHARE_LAYOUTS, shares(EXPERT_CASES), EXPERT_CASES, ", experts"),
 ]

@@ -26,6 +26,7 @@ CASES = {
     "media-sgd": [MEDIA, *ZERO0],
     "media-frozen": [MEDIA, *SGD, "train.freeze=[vision]", "model.audio.key_bias=false"],
     "both": [PLACES, MEDIA, *SGD, RECOMPUTE],
+    "both-tied": [PLACES, MEDIA, *SGD, "model.decoder.tied=true"],
     "both-bf16": [PLACES, MEDIA, "train.precision=bf16"],
 }
 LAYOUTS = {"tensor2": (1, 1, 2), "pipe2-tensor2": (2, 1, 2), "data2-tensor2": (1, 2, 2)}
