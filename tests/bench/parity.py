@@ -66,9 +66,10 @@ class Sweep(NamedTuple):
 
 
 def shares(cases: Cases) -> Cases:
-    """Each case with places, with encoding and with both shared out."""
+    """Each plain case with places, with encoding and with both shared out."""
     options = {words: [option] for words, option in SHARES.items()} | {", ".join(SHARES): [*SHARES.values()]}
-    return {f"{case}, {words}": [*sets, *more] for case, sets in cases.items() for words, more in options.items()}
+    kept = {case: sets for case, sets in cases.items() if "," not in case}
+    return {f"{case}, {words}": [*sets, *more] for case, sets in kept.items() for words, more in options.items()}
 
 
 SWEEPS = [

@@ -38,6 +38,16 @@ def test_norms_biases_embeddings_and_positions_do_not_decay(tmp_path: Path) -> N
     assert {"0.embedding.weight", "0.vision.positions_GGC", "1.mlp_norm.weight", "0.audio.stem.bias"} <= others
 
 
+def test_a_tied_heads_copy_is_stepped_by_nobody_and_costs_no_optimizer_state(tmp_path: Path) -> None:
+    model = build.build(run_config(tmp_path, "x.tar"), "sdpa")
+    _, vocabulary = build.ends(model)
+    assert vocabulary is not None
+    vocabulary.weight.tied_copy = True
+    stepped = [parameter for group in parameter_groups(model, 0.1) for parameter in group["params"]]
+    missing = {id(parameter) for parameter in model.parameters()} - {id(parameter) for parameter in stepped}
+    assert missing == {id(vocabulary.weight)}
+
+
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
 def test_the_optimizer_is_the_one_asked_for_and_takes_the_rate(name: str, kind: type) -> None:
     optimizer = build_optimizer(torch.nn.Linear(2, 2), OptimSection(name=name))
