@@ -25,6 +25,14 @@ from shared.wire import MAX_PAYLOAD_BYTES
 MOST_COST = 1000.0
 
 
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.1 that reads 1e-4, without a point, as a number, as YAML 1.2 does."""
+
+
+_POWER = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
+
+
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, override, place relative paths, convert and check a run file.
 
@@ -33,7 +41,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _Yaml)
     except OSError as error:
         raise ConfigError("config", path, f"cannot be read ({error.strerror})", "give an existing file") from None
     except yaml.YAMLError as error:
@@ -97,7 +105,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise ConfigError("--set", override, f"goes through {key}, which is not a section", "check the dots")
-    tree[leaf] = yaml.safe_load(value)
+    tree[leaf] = yaml.load(value, _Yaml)
 
 
 def _convert(tree: dict[str, Any]) -> RunConfig:

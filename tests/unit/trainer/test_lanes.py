@@ -147,7 +147,9 @@ def test_a_lost_daemon_is_followed_by_the_next_with_nothing_lost_or_repeated(pai
         assert got == CHAIN[:15]
         assert torch.equal(held.payload, before)
         held.release()
-        assert pair[1].got(wire.Hello)[0].cursor in CHAIN[6:9], "what was queued when the daemon died may be handed over"
+        assert pair[1].got(wire.Hello)[0].cursor in CHAIN[6:9], (
+            "what was queued when the daemon died may be handed over"
+        )
 
 
 def test_data_ranks_begin_with_different_daemons(pair: list[FakeDaemon]):
