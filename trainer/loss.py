@@ -101,4 +101,5 @@ def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, gradient: Ten
     if gradient is not None:
         probs = exps.div_(sums[:, None]).scatter_add_(1, at, -held[:, None].float())
         gradient.copy_(probs.mul_(labelled[:, None]))
-    return (sums.log() - label_logits).masked_fill(~labelled, 0).sum()
+    losses: Tensor = (sums.log() - label_logits).masked_fill(~labelled, 0)
+    return losses.sum()
