@@ -312,6 +312,9 @@ def _check_model(config: RunConfig) -> None:
         near = 2 * part.heads * max(1, part.dim // part.heads // 2)
         require(even, f"model.{name}.dim", part.dim, rule, f"set {near}")
     decoder = model.decoder
+    rule = f"must be from 0 to model.decoder.depth, {decoder.depth}"
+    ok = 0 <= decoder.cross_every <= decoder.depth
+    require(ok, "model.decoder.cross_every", decoder.cross_every, rule, "set 0 for none, 1 for every block")
     ok = decoder.heads % decoder.kv_heads == 0
     rule = f"must divide model.decoder.heads, {decoder.heads}"
     require(ok, "model.decoder.kv_heads", decoder.kv_heads, rule, f"set {decoder.heads} or a divisor")
@@ -331,7 +334,8 @@ def _check_memory(config: RunConfig) -> None:
 
 def _check_gradients(config: RunConfig) -> None:
     train, decoder = config.train, config.model.decoder
-    left = [part for part in get_args(ModelPart) if part not in train.freeze]
+    absent = set() if decoder.cross_blocks else {"cross_attention"}
+    left = set(get_args(ModelPart)) - absent - set(train.freeze)
     require(bool(left), "train.freeze", "every part", "must leave something to train", "take a part out")
     rule = "must hold both or neither of embedding and head, which share one weight (model.decoder.tied)"
     one = len({"embedding", "head"} & set(train.freeze)) == 1

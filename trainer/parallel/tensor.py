@@ -36,14 +36,15 @@ class Rule(msgspec.Struct, frozen=True):
 
 TABLE = (
     Rule(r"\d+\.embedding", "embedding"),
-    Rule(r"\d+\.attention_norm", "enter"),
-    Rule(r"\d+\.q", "column", counts="heads"),
-    Rule(r"\d+\.k", "column", counts="kv_heads"),
-    Rule(r"\d+\.v", "column"),
-    Rule(r"\d+\.out", "row"),
-    Rule(r"\d+\.mlp_norm", "enter"),
-    Rule(r"\d+\.(gate|up)", "column"),
-    Rule(r"\d+\.down", "row"),
+    Rule(r"\d+\.(cross\.)?attention_norm", "enter"),
+    Rule(r"\d+\.cross\.memory_norm", "enter"),
+    Rule(r"\d+\.(cross\.)?q", "column", counts="heads"),
+    Rule(r"\d+\.(cross\.)?k", "column", counts="kv_heads"),
+    Rule(r"\d+\.(cross\.)?v", "column"),
+    Rule(r"\d+\.(cross\.)?out", "row"),
+    Rule(r"\d+\.(cross\.)?mlp_norm", "enter"),
+    Rule(r"\d+\.(cross\.)?(gate|up)", "column"),
+    Rule(r"\d+\.(cross\.)?down", "row"),
     Rule(r"\d+\.norm", "enter"),
     Rule(r"\d+\.vocabulary", "column"),
 )
