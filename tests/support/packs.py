@@ -40,6 +40,9 @@ WRITTEN: tuple[Plan, ...] = (
 )
 """Text alone, of 5 to 205 labels a micro-batch; one caption is empty."""
 
+WORDS: tuple[Plan, ...] = ((False, False, (40,)), (False, False, (5, 30))) * 4
+"""No rank has a picture or a clip."""
+
 
 def pick_group(config: RunConfig, image: bool, audio: bool, number: int = 0) -> Group:
     """The `number`-th group of a modality set, counted round and round."""

@@ -147,8 +147,9 @@ def test_a_run_file_of_another_model_is_told_what_to_set(folders: dict[Part, Pat
         import_weights(config, {"vision": folders["audio"]}, tmp_path / "x")
 
 
-def test_a_tied_head_is_refused_where_it_would_be_two_weights(tmp_path: Path) -> None:
-    config = run_config(tmp_path, "part-{0..0}.tar", **RUN, mesh={"pipe": 2})
+@pytest.mark.parametrize("axis", ["pipe", "tensor"])
+def test_a_tied_head_is_refused_where_it_would_be_two_weights(tmp_path: Path, axis: str) -> None:
+    config = run_config(tmp_path, "part-{0..0}.tar", **RUN, mesh={axis: 2})
     with pytest.raises(ConfigError, match=r"model\.decoder\.tied \(True\) needs mesh\.pipe 1"):
         build.layers(config, "sdpa")
 
