@@ -25,6 +25,14 @@ from shared.wire import MAX_PAYLOAD_BYTES
 MOST_COST = 1000.0
 
 
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.1 that reads 1e-4, without a point, as a number, as YAML 1.2 does."""
+
+
+_POWER = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
+
+
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, override, place relative paths, convert and check a run file.
 
@@ -33,7 +41,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _Yaml)
     except OSError as error:
         raise ConfigError("config", path, f"cannot be read ({error.strerror})", "give an existing file") from None
     except yaml.YAMLError as error:
@@ -97,7 +105,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise ConfigError("--set", override, f"goes through {key}, which is not a section", "check the dots")
-    tree[leaf] = yaml.safe_load(value)
+    tree[leaf] = yaml.load(value, _Yaml)
 
 
 def _convert(tree: dict[str, Any]) -> RunConfig:
@@ -307,6 +315,9 @@ def _check_model(config: RunConfig) -> None:
         near = 2 * part.heads * max(1, part.dim // part.heads // 2)
         require(even, f"model.{name}.dim", part.dim, rule, f"set {near}")
     decoder = model.decoder
+    rule = f"must be from 0 to model.decoder.depth, {decoder.depth}"
+    ok = 0 <= decoder.cross_every <= decoder.depth
+    require(ok, "model.decoder.cross_every", decoder.cross_every, rule, "set 0 for none, 1 for every block")
     ok = decoder.heads % decoder.kv_heads == 0
     rule = f"must divide model.decoder.heads, {decoder.heads}"
     require(ok, "model.decoder.kv_heads", decoder.kv_heads, rule, f"set {decoder.heads} or a divisor")
@@ -326,7 +337,8 @@ def _check_memory(config: RunConfig) -> None:
 
 def _check_gradients(config: RunConfig) -> None:
     train, decoder = config.train, config.model.decoder
-    left = [part for part in get_args(ModelPart) if part not in train.freeze]
+    absent = set() if decoder.cross_blocks else {"cross_attention"}
+    left = set(get_args(ModelPart)) - absent - set(train.freeze)
     require(bool(left), "train.freeze", "every part", "must leave something to train", "take a part out")
     rule = "must hold both or neither of embedding and head, which share one weight (model.decoder.tied)"
     one = len({"embedding", "head"} & set(train.freeze)) == 1

@@ -49,6 +49,8 @@ def _check_shares(config: RunConfig) -> None:
         rule = f"must divide data.batch.tokens, {tokens}: with mesh.sequence_parallel each rank keeps as many places"
         remedy = f"set data.batch.tokens to a multiple of {math.lcm(64, degree)}, or mesh.sequence_parallel=false"
         require(tokens % degree == 0, "mesh.tensor", degree, rule, remedy)
+        crosses, rule = config.model.decoder.cross_every, "is not proven with mesh.sequence_parallel"
+        require(not crosses, "model.decoder.cross_every", crosses, rule, "set 0, or mesh.sequence_parallel=false")
 
 
 def _check_experts(config: RunConfig) -> None:

@@ -260,6 +260,10 @@ class DecoderSection(Section, frozen=True):
     instead of one, and a router that sends each token to `experts_per_token` of them. `capacity_factor` bounds an
     expert's tokens to that multiple of an even share, the later ones in the pack are dropped; 0 drops none. The two
     losses are coefficients.
+
+    With `cross_every` n, every n-th block begins with gated cross-attention: text of a sample attends to the projected
+    features of its own image and clip, which stand in the pack as well. Its gates start closed, so the untrained model
+    is the one without it. It has the heads and the `mlp` of the block.
     """
 
     vocab: int = 1024
@@ -280,6 +284,7 @@ class DecoderSection(Section, frozen=True):
     capacity_factor: float = 0.0
     balance_loss: float = 0.01
     router_z_loss: float = 0.001
+    cross_every: int = 0
 
     @property
     def head_size(self) -> int:
@@ -296,6 +301,11 @@ class DecoderSection(Section, frozen=True):
         """Blocks (from 0) that have experts."""
         return tuple(range(self.expert_every - 1, self.depth, self.expert_every)) if self.experts else ()
 
+    @property
+    def cross_blocks(self) -> tuple[int, ...]:
+        """Blocks (from 0) that have cross-attention."""
+        return tuple(range(self.cross_every - 1, self.depth, self.cross_every)) if self.cross_every else ()
+
 
 Modality = Literal["text", "vision", "audio"]
 """What a place of a pack holds; padding counts as text."""
@@ -306,7 +316,7 @@ class ModelSection(Section, frozen=True):
 
     `detach`: encoders whose features enter the fusion detached. They get zero gradients, are not decayed, and so keep
     their weights; their projectors train. `gradient_cuts`: decoder layer (from 0) -> modalities at whose places the
-    gradient of the hidden state that enters this layer is zero.
+    gradient of what enters this layer is zero: of the hidden state, and of what its and later cross-attention sees.
     """
 
     vision: VisionSection = VisionSection()
@@ -355,9 +365,12 @@ class RecomputeSection(Section, frozen=True):
     audio: Blocks = 0
     decoder: Blocks = 0
     projectors: bool = False
+    cross_attention: bool = False
 
 
-ModelPart = Literal["vision", "audio", "vision_projector", "audio_projector", "embedding", "decoder", "head"]
+ModelPart = Literal[
+    "vision", "audio", "vision_projector", "audio_projector", "embedding", "decoder", "cross_attention", "head"
+]
 
 
 class TrainSection(Section, frozen=True):

@@ -35,6 +35,7 @@ from trainer.loss import WHOLE
 from trainer.memory.recompute import recompute, recomputed_modules
 from trainer.models import build
 from trainer.models.attention import Backend, choose_backend
+from trainer.models.cross import joined, parted
 from trainer.models.gradients import anchored, cut_gradients
 from trainer.models.moe import weigh_losses
 from trainer.models.parts import EMBEDDING, freeze, is_tied_copy
@@ -166,10 +167,10 @@ class Pipeline(PipelineModule):
 
     def forward(self, forward_input: Any) -> Any:
         """The stage's output: logits, or a state whose first tensor carries the gradient."""
-        out = super().forward(forward_input)
+        out = super().forward(parted(forward_input) if self.stage_id else forward_input)
         for anchor in self.anchors:
             out = (anchored(out[0], anchor), *out[1:]) if isinstance(out, tuple) else anchored(out, anchor)
-        return out
+        return joined(out) if isinstance(out, tuple) else out
 
     def _partition_layers(self, method: str = "own") -> None:
         self.parts = self.bounds

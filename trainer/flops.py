@@ -2,7 +2,8 @@
 
 Formula (Chowdhery et al. 2022, appendix B): a multiply-add is 2 FLOPs, backward costs twice the forward, so 6 for each
 weight of a matrix product and each place it is applied to; attention costs 12 x width for each pair of places that
-see each other. Of a block with experts, the router counts and the experts that a token is sent to, whether or not a
+see each other. In cross-attention the text of samples with features counts, and these features as keys. Of a block with
+experts, the router counts and the experts that a token is sent to, whether or not a
 full one dropped it. Only real places count: padding, unused image and clip slots, recomputation, element-wise work, the
 preprocessing and the embedding's lookup do not. MFU = FLOPs of the step / (step seconds x devices x peak).
 """
@@ -11,7 +12,7 @@ import math
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared.sections import DataSection, ModelSection
 from trainer.preprocess import DeviceBatch
@@ -29,7 +30,10 @@ PEAK_TFLOPS = {
 
 
 class Work(msgspec.Struct):
-    """What some micro-batches held. Pairs are places that see each other: a fp64 scalar on the device each."""
+    """What some micro-batches held. Pairs are places that see each other: a fp64 scalar on the device each.
+
+    `readers` are places of text in samples that have `features`.
+    """
 
     tokens: int = 0
     patches: int = 0
@@ -38,6 +42,9 @@ class Work(msgspec.Struct):
     causal_pairs: Tensor | float = 0.0
     clip_places: Tensor | float = 0.0
     clip_pairs: Tensor | float = 0.0
+    features: Tensor | float = 0.0
+    readers: Tensor | float = 0.0
+    feature_pairs: Tensor | float = 0.0
 
 
 class FlopCounter:
@@ -51,7 +58,10 @@ class FlopCounter:
         tensors, counts = batch.tensors, batch.counts
         height, width = batch.grid_hw
         places = height * width + int(self._model.vision.class_token)
-        lengths = tensors.cu_seqlens[: counts.samples + 1].diff().double()
+        bounds = tensors.cu_seqlens[: counts.samples + 1].long()
+        lengths = bounds.diff().double()
+        features = nn.functional.pad((tensors.features_T >= 0).cumsum(0), (1, 0))[bounds].diff().double()
+        readers = (lengths - features) * (features > 0)
         clips = ((tensors.mel_lengths_M + 1) // 2).double()
         work.tokens += counts.tokens
         work.images += counts.images
@@ -60,10 +70,13 @@ class FlopCounter:
         work.causal_pairs = work.causal_pairs + (lengths * (lengths + 1)).sum() / 2
         work.clip_places = work.clip_places + clips.sum()
         work.clip_pairs = work.clip_pairs + clips.square().sum()
+        work.features = work.features + features.sum()
+        work.readers = work.readers + readers.sum()
+        work.feature_pairs = work.feature_pairs + (readers * features).sum()
 
     def flops(self, work: Work) -> float:
         """Forward and backward FLOPs; waits for the device."""
-        return self._decoder(work) + self._vision(work) + self._audio(work)
+        return self._decoder(work) + self._cross(work) + self._vision(work) + self._audio(work)
 
     def _decoder(self, work: Work) -> float:
         model = self._model.decoder
@@ -74,6 +87,13 @@ class FlopCounter:
         mlps = (model.depth - mixtures) * 3 * model.dim * model.mlp + mixtures * mixture
         weights = model.depth * mixing + mlps + model.dim * model.vocab
         return 6.0 * weights * work.tokens + 12.0 * model.depth * heads * float(work.causal_pairs)
+
+    def _cross(self, work: Work) -> float:
+        model = self._model.decoder
+        heads, keys = model.heads * model.head_size, model.kv_heads * model.head_size
+        weights = (2 * model.dim * heads + 3 * model.dim * model.mlp) * float(work.readers)
+        weights += 2 * model.dim * keys * float(work.features)
+        return len(model.cross_blocks) * (6.0 * weights + 12.0 * heads * float(work.feature_pairs))
 
     def _vision(self, work: Work) -> float:
         model, image = self._model.vision, self._data.image

@@ -53,7 +53,8 @@ WHOLE = WholeVocabulary()
 
 def token_loss(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
     """Cross-entropies in fp32 over labels other than -100, summed, times `scale` (a scalar); 0 without labels."""
-    total: Tensor = _CrossEntropy.apply(logits_TV, labels_T, vocabulary)  # type: ignore[no-untyped-call]
+    trains = torch.is_grad_enabled() and logits_TV.requires_grad
+    total: Tensor = _CrossEntropy.apply(logits_TV, labels_T, vocabulary, trains)  # type: ignore[no-untyped-call]
     return total * scale
 
 
@@ -65,32 +66,30 @@ def loss_scale(micro_batches: int, step_labels: int) -> float:
 class _CrossEntropy(torch.autograd.Function):
     """Sum over labelled places of log(sum(exp(logits))) - logit of the label; gradient softmax - one-hot.
 
-    The gradient is taken in the same pass as the loss, `CHUNK` places at a time, and kept in the logits' dtype: what
-    is wide in fp32 is [CHUNK, V], never [T, V].
+    The gradient, where one is wanted, is taken in the same pass as the loss, `CHUNK` places at a time, and kept in the
+    logits' dtype: what is wide in fp32 is [CHUNK, V], never [T, V].
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocabulary: Vocabulary) -> Tensor:
-        gradient_TV = torch.empty_like(logits_TV) if ctx.needs_input_grad[0] else None
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocabulary: Vocabulary, trains: bool) -> Tensor:
+        gradient_TV = torch.empty_like(logits_TV) if trains else None
         total = logits_TV.new_zeros((), dtype=torch.float32)
         for start in range(0, logits_TV.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
-            loss, gradient = _chunk(logits_TV[part].float(), labels_T[part].long(), vocabulary)
-            total += loss
-            if gradient_TV is not None:
-                gradient_TV[part] = gradient
+            wanted = None if gradient_TV is None else gradient_TV[part]
+            total += _chunk(logits_TV[part].float(), labels_T[part].long(), vocabulary, wanted)
         ctx.gradient_TV = gradient_TV
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None, None]:
         gradient_TV, ctx.gradient_TV = ctx.gradient_TV, None
-        return gradient_TV.mul_(outer), None, None
+        return gradient_TV.mul_(outer), None, None, None
 
 
-def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Summed loss of some places, and its gradient [places, V], in fp32."""
+def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, gradient: Tensor | None) -> Tensor:
+    """Summed loss of some places, in fp32; `gradient` [places, V], if given, is filled with its gradient."""
     width = logits.shape[1]
     exps = logits - vocabulary.largest(logits.amax(1))[:, None]
     at = labels - vocabulary.rank * width
@@ -99,6 +98,8 @@ def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tens
     label_logits = exps.gather(1, at)[:, 0].masked_fill(~held, 0)
     sums, label_logits = vocabulary.total(torch.stack([exps.exp_().sum(1), label_logits]))
     labelled = labels != IGNORE
-    losses = (sums.log() - label_logits).masked_fill(~labelled, 0)
-    gradient = exps.div_(sums[:, None]).scatter_add_(1, at, -held[:, None].float())
-    return losses.sum(), gradient.mul_(labelled[:, None])
+    if gradient is not None:
+        probs = exps.div_(sums[:, None]).scatter_add_(1, at, -held[:, None].float())
+        gradient.copy_(probs.mul_(labelled[:, None]))
+    losses: Tensor = (sums.log() - label_logits).masked_fill(~labelled, 0)
+    return losses.sum()

@@ -1,8 +1,8 @@
 """Weights in safetensors files: read a `transformers` folder, write one, and start a run from a file of our names.
 
-A file of ours holds whole parts: vision, audio, decoder or projectors. A part that it does not hold keeps the weights
-it was seeded with; a part that it holds in pieces is refused. Values are converted in dtype only, and only on loading
-into a model.
+A file of ours holds whole parts: vision, audio, decoder, projectors or cross_attention. A part that it does not hold
+keeps the weights it was seeded with; a part that it holds in pieces is refused. Values are converted in dtype only, and
+only on loading into a model.
 """
 
 import json
@@ -30,12 +30,9 @@ from trainer.models.hf_config import (
 )
 
 SHARD_BYTES = 5 * 10**9
-MODEL, INDEX, CONFIG, PROJECTORS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "config.json",
-    "projectors.safetensors",
-)
+MODEL, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+OWN_PARTS = ("projectors", "cross_attention")
+"""What no `transformers` family has."""
 
 
 def load_initial(model: nn.Module, config: RunConfig) -> None:
@@ -97,7 +94,9 @@ def import_part(config: RunConfig, part: Part, folder: Path) -> dict[str, Tensor
 
 
 def export_weights(config: RunConfig, state: Mapping[str, Tensor], out: Path) -> list[Path]:
-    """Write `out/vision`, `out/audio` and `out/decoder` as `transformers` folders, and the projectors beside them.
+    """Write `out/vision`, `out/audio` and `out/decoder` as `transformers` folders.
+
+    Beside them lie files of our names: `projectors.safetensors`, and `cross_attention.safetensors` where there is any.
 
     Raises:
         ConfigError: no `transformers` family can hold a section; nothing has been written then.
@@ -110,9 +109,12 @@ def export_weights(config: RunConfig, state: Mapping[str, Tensor], out: Path) ->
         folder.mkdir(parents=True, exist_ok=True)
         save_sharded(to_hf(state, family_of(section), section), folder)
         (folder / CONFIG).write_text(json.dumps(configs[part], indent=2) + "\n")
-    projectors = {name: x.contiguous() for name, x in state.items() if part_of(name) == "projectors"}
-    save_file(projectors, out / PROJECTORS, {"format": "pt"})
-    return [*(out / part for part in parts), out / PROJECTORS]
+    files = []
+    for own in OWN_PARTS:
+        if held := {name: x.contiguous() for name, x in state.items() if part_of(name) == own}:
+            files.append(out / f"{own}.safetensors")
+            save_file(held, files[-1], {"format": "pt"})
+    return [*(out / part for part in parts), *files]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ ALONE = {
     "sgd": SGD,
     "bf16": BF16,
     "stopped": [*SGD, *STOPPED],
+    "tied": [*SGD, "model.decoder.tied=true"],
     "frozen-front": [*SGD, *FROZEN],
     "frozen-decoder": ["train.freeze=[decoder]"],
     "frozen-encoders": ["train.freeze=[vision, audio, vision_projector, audio_projector]"],
@@ -48,6 +49,7 @@ SHARDED = {
     "stopped, zero 3": [*ALONE["stopped"], "train.zero_stage=3"],
     "frozen-front, zero 3": [*ALONE["frozen-front"], "train.zero_stage=3"],
     "bf16 zero 3": [*BF16, "train.zero_stage=3"],
+    **{f"tied, zero {stage}": [*ALONE["tied"], f"train.zero_stage={stage}"] for stage in range(4)},
 }
 STAGES = {
     "frozen-front": ALONE["frozen-front"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.layouts import Run, run_layout
+from tests.support.layouts import Run, differences, run_layout
 from trainer.source import Source
 
 SGD = ["train.optim.name=sgd", "train.optim.lr=0.1", "train.optim.momentum=0.9"]
@@ -61,6 +61,30 @@ def unbroken(home: Path) -> dict[str, Run]:
     """The run at home; its checkpoints lie in `home`."""
     folders = {"checkpoints": f"{home}/saved/{{case}}", "ends": f"{home}/ends/{{case}}"}
     return run_layout(home, HOME, cases(1), steps=STEPS, save_every=SAVED, **folders)
+
+
+OFFLOADED = {
+    "adamw": [],
+    "sgd": SGD,
+    "bf16": ["train.precision=bf16"],
+    "zero2": ["train.zero_stage=2"],
+    "zero3": ["train.zero_stage=3"],
+}
+
+
+@pytest.mark.parametrize("to", ["true", "false"])
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 1, 1)], ids=["data2", "pipe2"])
+def test_the_optimizer_may_move_to_the_cpu_and_back_between_save_and_resume(
+    tmp_path: Path, mesh: tuple[int, int, int], to: str
+) -> None:
+    sets = {name: each for name, each in OFFLOADED.items() if mesh[0] == 1 or name[:4] != "zero"}
+    before = {name: [*each, f"train.offload_optimizer={to == 'false'}"] for name, each in sets.items()}
+    after = {name: [*each, f"train.offload_optimizer={to}"] for name, each in sets.items()}
+    saved = {"checkpoints": f"{tmp_path}/saved/{{case}}"}
+    unbroken = run_layout(tmp_path / "a", mesh, before, steps=STEPS, save_every=SAVED, **saved)
+    resumed = run_layout(tmp_path / "b", mesh, after, steps=STEPS, resume=True, **saved)
+    found = {case: (run.first, max(differences(run, unbroken[case]))) for case, run in resumed.items()}
+    assert {case: far for case, far in found.items() if far[0] != SAVED or far[1] > TOLERANCE.get(case, 1e-5)} == {}
 
 
 def resume(folder: Path, mesh: tuple[int, int, int], zero: int, saved: Path) -> dict[str, Run]:

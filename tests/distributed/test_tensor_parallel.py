@@ -86,9 +86,10 @@ def test_init_from_gives_every_rank_its_slice(tmp_path: Path) -> None:
         assert max(differences(cut, whole)) <= 1e-5
 
 
-def test_tensor_ranks_that_were_given_different_data_stop_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tensor", "pipe"])
+def test_tensor_ranks_or_stages_that_were_given_different_data_stop_the_run(tmp_path: Path, axis: str) -> None:
     config = run_file(tmp_path, "part-{0..0}.tar")
-    task: dict[str, Any] = {"config": str(config), "sets": ["mesh.tensor=2"]}
+    task: dict[str, Any] = {"config": str(config), "sets": [f"mesh.{axis}=2"]}
     with pytest.raises(RanksFailed) as failure:
         run_ranks("tests.support.unlike_program", 2, tmp_path / "unlike", {**task, "unlike": True})
     assert "ProtocolError" in str(failure.value) and "read different data" in str(failure.value)

@@ -32,6 +32,17 @@ LOPSIDED: tuple[Plan, ...] = ((False, False, (40,)), (True, True, (40,))) * 4
 SILENT: tuple[Plan, ...] = ((True, True, (40,)), (False, False, ())) * 4
 """Of two data-parallel ranks one has no token at all."""
 
+WRITTEN: tuple[Plan, ...] = (
+    (False, False, (5, 60)),
+    (False, False, (50, 0, 20)),
+    (False, False, (205,)),
+    (False, False, (5,)),
+)
+"""Text alone, of 5 to 205 labels a micro-batch; one caption is empty."""
+
+WORDS: tuple[Plan, ...] = ((False, False, (40,)), (False, False, (5, 30))) * 4
+"""No rank has a picture or a clip."""
+
 
 def pick_group(config: RunConfig, image: bool, audio: bool, number: int = 0) -> Group:
     """The `number`-th group of a modality set, counted round and round."""

@@ -1,7 +1,7 @@
-"""A program for `run_ranks`: one step of a run whose tensor ranks are, or are not, given the same batches.
+"""A program for `run_ranks`: one step of a run whose readers of one stream are, or are not, given the same batches.
 
-Task: `config`, `sets`, `unlike`. Step and comparison are a training run's own (`Feed`, `Engine`, `take`). Report: how
-many micro-batches this rank took.
+Task: `config`, `sets`, `unlike`, and `short`: the last rank's loader ends before its last micro-batch. Step and
+comparison are a training run's own (`Feed`, `Engine`, `take`). Report: how many micro-batches this rank took.
 """
 
 import json
@@ -46,9 +46,12 @@ def main() -> None:
     from trainer.engine import build_engine
     from trainer.train import Parts, take
 
-    seed = ranks.coords.tensor if task["unlike"] else 0
+    seed = ranks.reader if task["unlike"] else 0
     batches = packs.global_batch(config, packs.MIXED[:4], seed=seed)
-    feed = Feed((device_batch(i, batch, seed) for i, batch in enumerate(batches)), len(batches), 0, 1)
+    share = batches[ranks.coords.data :: ranks.mesh.data]
+    if task.get("short") and ranks.rank == ranks.mesh.world - 1:
+        del share[-1]
+    feed = Feed((device_batch(i, batch, seed) for i, batch in enumerate(share)), len(batches), 0, 1)
     engine = build_engine(config, ranks)
     engine.train_batch(feed, lr=1e-3)
     taken = take(Parts(engine, None, None, feed, None, None, None), ranks)  # type: ignore[arg-type]

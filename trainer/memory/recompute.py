@@ -28,11 +28,13 @@ def chosen(blocks: Blocks, depth: int) -> range:
 def recomputed_modules(config: RunConfig) -> list[str]:
     """Paths of the modules that `train.recompute` chooses, as in the whole model."""
     section, model = config.train.recompute, config.model
+    whole = chosen(section.decoder, model.decoder.depth)
     return [
         *(f"0.vision.blocks.{i}" for i in chosen(section.vision, model.vision.depth)),
         *(f"0.audio.blocks.{i}" for i in chosen(section.audio, model.audio.depth)),
         *(["0.vision_projector", "0.audio_projector"] if section.projectors else []),
-        *(str(i + 1) for i in chosen(section.decoder, model.decoder.depth)),
+        *(f"{i + 1}.cross" for i in model.decoder.cross_blocks if section.cross_attention and i not in whole),
+        *(str(i + 1) for i in whole),
     ]
 
 

@@ -71,6 +71,18 @@ def attention(
     return run(q, k, v, causal, segments_BL).transpose(1, 2)
 
 
+def masked_attention(q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_B1LS: Tensor, *, backend: Backend) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v as [B, L, H, D], over the S keys where the mask is true; no row of it may be empty.
+
+    `flash4` takes no masks, so `sdpa` stands in for it.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BSGD, v_BSGD))
+    if backend == "math":
+        return _softmax_mix(q, k, v, mask_B1LS).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1LS, enable_gqa=grouped).transpose(1, 2)
+
+
 def segment_mask(segments_BL: Tensor, causal: bool) -> Tensor:
     """[B, 1, L, L], true where the row's place may attend to the column's."""
     mask = segments_BL[:, None, :, None] == segments_BL[:, None, None, :]
@@ -78,13 +90,16 @@ def segment_mask(segments_BL: Tensor, causal: bool) -> Tensor:
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, segments_BL: Tensor | None) -> Tensor:
+    if segments_BL is None:
+        segments_BL = q.new_zeros(q.shape[0], q.shape[2], dtype=torch.int32)
+    return _softmax_mix(q, k, v, segment_mask(segments_BL, causal))
+
+
+def _softmax_mix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
     scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if segments_BL is None:
-        segments_BL = q.new_zeros(q.shape[0], q.shape[2], dtype=torch.int32)
-    scores = scores.masked_fill(~segment_mask(segments_BL, causal), -math.inf)
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    return (scores.masked_fill(~mask, -math.inf).softmax(-1) @ v.float()).to(q.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, segments_BL: Tensor | None) -> Tensor:

@@ -54,7 +54,7 @@ def layers(config: RunConfig, backend: Backend) -> list[Layer]:
     check(config)
     decoder = config.model.decoder
     kinds = [ExpertBlock if block in decoder.expert_blocks else DecoderBlock for block in range(decoder.depth)]
-    blocks = [Layer(kind, (decoder, backend)) for kind in kinds]
+    blocks = [Layer(kind, (decoder, backend, block in decoder.cross_blocks)) for block, kind in enumerate(kinds)]
     return [Layer(Encode, (config.model, config.data, backend)), *blocks, Layer(Head, (decoder,))]
 
 

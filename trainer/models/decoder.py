@@ -4,7 +4,6 @@ Shapes: T places of the pack, C the width, H query heads, G key/value heads, D h
 A layer takes and returns `State`, so that a pipeline can cut between any two.
 """
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -12,13 +11,19 @@ from torch import Tensor, nn
 
 from shared.sections import DecoderSection
 from trainer.models.attention import Backend, attention
+from trainer.models.cross import CrossAttention
+from trainer.models.initial import init_block
 
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""hidden_TC (float), positions_T, segments_T, cu_seqlens, modalities_T (int32): only the first carries a gradient."""
+State = tuple[Tensor, ...]
+"""hidden_TC (float), positions_T, segments_T, cu_seqlens, modalities_T (int32), and where blocks attend to features
+memory_TC (float, see `cross`); the floating ones carry a gradient."""
 
 
 class AttentionBlock(nn.Module, ABC):
-    """hidden + attention(norm(hidden)), then + feed_forward(hidden), which subclasses say."""
+    """hidden + attention(norm(hidden)), then + feed_forward(hidden), which subclasses say.
+
+    Cross-attention, if any, comes before both. Subclasses end their construction with `finish`.
+    """
 
     def __init__(self, section: DecoderSection, backend: Backend) -> None:
         super().__init__()
@@ -30,13 +35,21 @@ class AttentionBlock(nn.Module, ABC):
         self.k = nn.Linear(section.dim, section.kv_heads * head, bias=bias)
         self.v = nn.Linear(section.dim, section.kv_heads * head, bias=bias)
         self.out = nn.Linear(section.heads * head, section.dim, bias=False)
+        self.cross: CrossAttention | None = None
+
+    def finish(self, section: DecoderSection, crosses: bool) -> None:
+        """Draw the weights, then make the cross-attention: a block has the same weights with and without it."""
+        init_block(self, section.depth)
+        self.cross = CrossAttention(section, self.backend) if crosses else None
 
     def forward(self, state: State) -> State:
         """The state with new hidden values."""
-        hidden, positions, segments, cu_seqlens, modalities = state
+        hidden, positions, segments, cu_seqlens, modalities, *memory = state
+        if self.cross is not None:
+            hidden = self.cross(hidden, *memory, segments, modalities)
         hidden = hidden + self._attend(self.attention_norm(hidden), positions, segments, cu_seqlens)
         hidden = hidden + self.feed_forward(hidden, segments)
-        return hidden, positions, segments, cu_seqlens, modalities
+        return hidden, positions, segments, cu_seqlens, modalities, *memory
 
     @abstractmethod
     def feed_forward(self, hidden_TC: Tensor, segments_T: Tensor) -> Tensor:
@@ -63,13 +76,13 @@ class AttentionBlock(nn.Module, ABC):
 class DecoderBlock(AttentionBlock):
     """A block with one SwiGLU network."""
 
-    def __init__(self, section: DecoderSection, backend: Backend) -> None:
+    def __init__(self, section: DecoderSection, backend: Backend, crosses: bool = False) -> None:
         super().__init__(section, backend)
         self.mlp_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
         self.gate = nn.Linear(section.dim, section.mlp, bias=False)
         self.up = nn.Linear(section.dim, section.mlp, bias=False)
         self.down = nn.Linear(section.mlp, section.dim, bias=False)
-        init_block(self, section.depth)
+        self.finish(section, crosses)
 
     def feed_forward(self, hidden_TC: Tensor, segments_T: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x)) of x = norm(hidden)."""
@@ -104,12 +117,3 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) by its place's angle; Llama's pairing."""
     a, b = x_THD.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_THD.dtype)
-
-
-def init_block(block: nn.Module, depth: int) -> None:
-    """Draw a block's Linears: std 0.02, those that write to the residual stream by 1 / sqrt(2 depth) less."""
-    for name, part in block.named_children():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.02 / (math.sqrt(2 * depth) if name in ("out", "down") else 1))
-            if part.bias is not None:
-                nn.init.zeros_(part.bias)

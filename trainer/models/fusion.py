@@ -40,6 +40,7 @@ class Encode(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
         init_encoder(self.vision_projector)
         init_encoder(self.audio_projector)
+        self.remembers = bool(model.decoder.cross_blocks)
         self.detach = model.detach
         for name in self.detach:
             without_decay(getattr(self, name))
@@ -53,9 +54,11 @@ class Encode(nn.Module):
         image = self.vision_projector(stop_gradient(seen) if "vision" in self.detach else seen)
         clip = self.audio_projector(stop_gradient(heard) if "audio" in self.detach else heard)
         rows = torch.cat([image.flatten(0, 1), clip.flatten(0, 1)])
-        hidden = merge_features(self.embedding(tokens), rows, features)
+        hidden, memory = merge_features(self.embedding(tokens), rows, features)
         cu_seqlens = nn.functional.pad(cu_seqlens, (0, self.bounds - cu_seqlens.shape[0]), value=tokens.shape[0])
-        return hidden, positions, segments, cu_seqlens, modalities(features, image.shape[0] * image.shape[1])
+        kinds = modalities(features, image.shape[0] * image.shape[1])
+        state = hidden, positions, segments, cu_seqlens, kinds
+        return (*state, memory) if self.remembers else state
 
 
 def without_decay(module: nn.Module) -> None:
@@ -64,11 +67,11 @@ def without_decay(module: nn.Module) -> None:
         parameter.without_decay = True  # type: ignore[attr-defined]
 
 
-def merge_features(embedded_TC: Tensor, rows_RC: Tensor, features_T: Tensor) -> Tensor:
-    """[T, C]: `rows_RC[features_T]` where features_T >= 0, the embedding elsewhere.
+def merge_features(embedded_TC: Tensor, rows_RC: Tensor, features_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Two [T, C] with `rows_RC[features_T]` where features_T >= 0: the embedding elsewhere, and zeros elsewhere.
 
     Each row stands in one place only, so the gather's backward adds nothing twice and is deterministic.
     """
     padded = torch.cat([rows_RC.new_zeros(1, rows_RC.shape[1]), rows_RC])
     gathered = padded.index_select(0, features_T + 1)
-    return torch.where(features_T[:, None] >= 0, gathered, embedded_TC)
+    return torch.where(features_T[:, None] >= 0, gathered, embedded_TC), gathered

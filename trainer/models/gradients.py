@@ -78,6 +78,6 @@ def cut_gradients(model: nn.Module, cuts: Mapping[int, Sequence[Modality]]) -> N
 
 
 def _cut(codes: list[int], block: nn.Module, inputs: tuple[State]) -> tuple[State]:
-    hidden, *rest = inputs[0]
-    mask = reduce(torch.logical_or, [rest[-1] == code for code in codes])
-    return ((stop_gradient(hidden, mask[:, None]), *rest),)
+    modalities = inputs[0][4]
+    mask = reduce(torch.logical_or, [modalities == code for code in codes])[:, None]
+    return (tuple(stop_gradient(x, mask) if x.is_floating_point() else x for x in inputs[0]),)

@@ -93,8 +93,10 @@ def from_hf(tensors: Mapping[str, Tensor], family: FamilyName, section: PartSect
     return found
 
 
-def part_of(name: str) -> Part | Literal["projectors"]:
+def part_of(name: str) -> Part | Literal["projectors", "cross_attention"]:
     """The part that one of our names belongs to."""
+    if re.match(r"\d+\.cross\.", name):
+        return "cross_attention"
     if re.match(r"0\.(vision|audio)_projector\.", name):
         return "projectors"
     match = re.match(r"0\.(vision|audio)\.", name)

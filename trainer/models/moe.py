@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from shared.sections import DecoderSection
 from trainer.models.attention import Backend
-from trainer.models.decoder import AttentionBlock, init_block
+from trainer.models.decoder import AttentionBlock
 
 
 class Plan(NamedTuple):
@@ -108,7 +108,7 @@ class ExpertBlock(AttentionBlock):
     micro-batches that one rank accumulates).
     """
 
-    def __init__(self, section: DecoderSection, backend: Backend) -> None:
+    def __init__(self, section: DecoderSection, backend: Backend, crosses: bool = False) -> None:
         super().__init__(section, backend)
         self.per_token, self.capacity_factor = section.experts_per_token, section.capacity_factor
         self.balance_loss, self.router_z_loss = section.balance_loss, section.router_z_loss
@@ -116,7 +116,7 @@ class ExpertBlock(AttentionBlock):
         self.expert_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
         self.router = Router(section.dim, section.experts, bias=False)
         self.experts = Experts(section)
-        init_block(self, section.depth)
+        self.finish(section, crosses)
 
     def feed_forward(self, hidden_TC: Tensor, segments_T: Tensor) -> Tensor:
         """Weighted outputs of each token's experts; zeros for padding and for what was dropped."""

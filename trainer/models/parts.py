@@ -16,10 +16,14 @@ def part_of(name: str, depth: int) -> ModelPart:
 
     >>> part_of("0.audio.stem.weight", 4), part_of("4.q.weight", 4), part_of("5.norm.weight", 4)
     ('audio', 'decoder', 'head')
+    >>> part_of("4.cross.q.weight", 4)
+    'cross_attention'
     """
     place, inner, *_ = name.split(".")
     if place == "0":
         return cast(ModelPart, inner)
+    if inner == "cross":
+        return "cross_attention"
     return "head" if int(place) > depth else "decoder"
 
 

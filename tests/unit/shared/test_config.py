@@ -35,6 +35,14 @@ def test_a_wrong_type_names_key_and_types(tmp_path: Path) -> None:
     assert "expected `int`, got `str`" in str(error)
 
 
+@pytest.mark.parametrize("written", ["1e-4", "1E-4", "+1e-4", "1.0e-4", "0.0001"])
+def test_a_power_of_ten_is_a_number_with_or_without_a_point(tmp_path: Path, written: str) -> None:
+    path = run_file(tmp_path, "x.tar", train={"optim": {"lr": 0.5}})
+    assert load(path, [f"train.optim.lr={written}"]).train.optim.lr == 1e-4
+    path.write_text(path.read_text().replace("lr: 0.5", f"lr: {written}"))
+    assert load(path).train.optim.lr == 1e-4
+
+
 def test_a_bucket_side_off_the_lcm_is_refused_with_the_nearest_sides(tmp_path: Path) -> None:
     error = refusal(tmp_path, "data.image.buckets=[[96, 100]]")
     assert error.name == "data.image.buckets"

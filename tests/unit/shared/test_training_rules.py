@@ -28,6 +28,7 @@ PARTS = "[vision, audio, vision_projector, audio_projector, embedding, decoder, 
         (["model.gradient_cuts={2: [audio]}"], "model.gradient_cuts (2) must be a decoder layer, 0 to 1"),
         (["model.gradient_cuts={0: [sound]}"], "model.gradient_cuts"),
         (["model.detach=[text]"], "model.detach"),
+        (["model.decoder.cross_every=3"], "model.decoder.cross_every (3) must be from 0 to model.decoder.depth, 2"),
         (["train.skip_limit=0"], "train.skip_limit (0) must be at least 1"),
     ],
 )

@@ -9,12 +9,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shared.batch import Cursor
+from shared.config import load
 from shared.sections import RunConfig
 from tests.support.packs import pack, pick_group
 from tests.support.runs import run_config
 from trainer.batches import Counts
 from trainer.flops import FlopCounter, Work, mfu, peak_tflops
 from trainer.models import build
+from trainer.models.attention import masked_attention
+from trainer.models.cross import CrossAttention
 from trainer.models.vision import resample
 from trainer.preprocess import DeviceBatch, Tensors
 
@@ -86,6 +89,41 @@ def test_an_encoder_costs_what_torch_counts(config: RunConfig, image: bool, audi
         encode(batch.inputs)
     wanted = 3 * (mode.get_total_flops() - positions.get_total_flops())
     assert counted(config, batch) - counted(config, without_media(batch)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("image", "audio"), [(False, False), (True, False), (True, True)])
+def test_cross_attention_costs_text_that_sees_features_and_these(tmp_path: Path, image: bool, audio: bool) -> None:
+    plain = run_config(tmp_path, "part-{0..0}.tar")
+    config = load(tmp_path / "run.yaml", ["model.decoder.cross_every=1"])
+    batch = batch_of(config, image, audio, [20, 30])
+    cross = CrossAttention(config.model.decoder, "math")
+    wanted = 0
+    for sample in (1, 2):
+        features = (batch.tensors.segments_T == sample) & (batch.tensors.features_T >= 0)
+        text = (batch.tensors.segments_T == sample) & ~features
+        wanted += one_sample(cross, int(text.sum()), int(features.sum())) if features.any() else 0
+    extra = counted(config, batch) - counted(plain, batch)
+    assert extra == pytest.approx(3 * config.model.decoder.depth * wanted)
+    assert bool(extra) is (image or audio)
+
+
+def one_sample(cross: CrossAttention, text: int, features: int) -> int:
+    """What torch counts of its matrix products for so many places of text and of features."""
+    wide = cross.q.in_features
+    x, memory = torch.zeros(text, wide), torch.zeros(features, wide)
+    with FlopCounterMode(display=False) as mode, torch.no_grad():
+        q, k, v = (
+            part(y).unflatten(-1, (heads, -1))
+            for part, y, heads in (
+                (cross.q, x, cross.heads),
+                (cross.k, memory, cross.kv_heads),
+                (cross.v, memory, cross.kv_heads),
+            )
+        )
+        mask = torch.ones(1, 1, text, features, dtype=torch.bool)
+        cross.out(masked_attention(q[None], k[None], v[None], mask, backend="math")[0].flatten(1))
+        cross.down(cross.gate(x) * cross.up(x))
+    return mode.get_total_flops()
 
 
 def test_padding_and_empty_slots_cost_nothing(config: RunConfig) -> None:

@@ -1,7 +1,10 @@
 """Each label token weighs the same, however a global batch is split into micro-batches."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.loss import loss_scale, token_loss
 
@@ -57,8 +60,25 @@ def test_half_precision_logits_get_gradients_of_their_own_dtype() -> None:
     torch.testing.assert_close(gradient, exact)
 
 
-def test_without_gradients_none_are_made() -> None:
-    logits = torch.randn(8, 5)
-    with torch.no_grad():
-        loss = token_loss(logits, torch.arange(8) % 5, torch.tensor(1.0))
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_loss_that_nobody_goes_backward_from_costs_no_gradient(graph: bool) -> None:
+    logits, labels = torch.randn(8, 5, requires_grad=graph), torch.arange(8) % 5
+    wanted = token_loss(logits, labels, torch.tensor(1.0))
+    seen = Operations()
+    with torch.no_grad(), seen:
+        loss = token_loss(logits, labels, torch.tensor(1.0))
     assert not loss.requires_grad
+    assert torch.equal(loss, wanted)
+    assert seen.names.isdisjoint({"scatter_add_", "div_", "copy_", "empty_like"})
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

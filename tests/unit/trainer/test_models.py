@@ -37,8 +37,8 @@ def test_merging_is_a_pixel_unshuffle() -> None:
 
 def test_features_stand_where_the_batch_says() -> None:
     embedded, rows = torch.zeros(5, 2), torch.tensor([[1.0, 1.0], [2.0, 2.0]])
-    merged = merge_features(embedded, rows, torch.tensor([-1, 1, 0, -1, -1]))
-    assert merged[:, 0].tolist() == [0, 2, 1, 0, 0]
+    merged, memory = merge_features(embedded, rows, torch.tensor([-1, 1, 0, -1, -1]))
+    assert merged[:, 0].tolist() == memory[:, 0].tolist() == [0, 2, 1, 0, 0]
 
 
 @pytest.mark.parametrize("plan", MIXED, ids=str)
