@@ -88,6 +88,8 @@ class Epochs:
         try:
             future.set_result(self._found(epoch))
         except BaseException as error:
+            with self._lock:
+                self._plans.pop(epoch, None)
             future.set_exception(error)
 
     def _found(self, epoch: int) -> EpochPlan:

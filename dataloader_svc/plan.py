@@ -25,8 +25,11 @@ from shared.errors import ProtocolError
 from shared.sections import DataSection
 
 SPARES = 8
+# Steps balanced together, and how many such blocks are kept.
 BLOCK_STEPS = 256
 BLOCKS_KEPT = 8
+
+# The next epoch is planned while the last part of so many of this one is read.
 AHEAD = 8
 
 # What a hash is for; 1 and 2 are epoch.py's.

@@ -153,6 +153,7 @@ class Listener:
                 self._socket.setsockopt(zmq.ZAP_DOMAIN, zap.DOMAIN)
                 self._socket.setsockopt(zmq.CURVE_SERVER, 1)
                 self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:

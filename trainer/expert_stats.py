@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shared.sections import DecoderSection
+from shared.model_sections import DecoderSection
 from trainer.launch import Ranks
 from trainer.models.moe import expert_blocks
 

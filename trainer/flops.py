@@ -14,7 +14,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shared.sections import DataSection, ModelSection
+from shared.model_sections import ModelSection
+from shared.sections import DataSection
 from trainer.preprocess import DeviceBatch
 
 PEAK_TFLOPS = {

@@ -55,7 +55,7 @@ class Links:
             ConfigError: it is no address.
         """
         socket = self._context.socket(zmq.DEALER)
-        for option, value in {**SOCKET_OPTIONS, zmq.MAXMSGSIZE: max_bytes}.items():
+        for option, value in {**SOCKET_OPTIONS, zmq.MAXMSGSIZE: max_bytes, zmq.IPV6: int("[" in endpoint)}.items():
             socket.setsockopt(option, value)
         keys = self._keys if endpoint.startswith("tcp://") else None
         if keys:

@@ -14,7 +14,9 @@ import xxhash
 from shared.batch import Cursor
 from shared.config import portable
 from shared.errors import CheckpointError
-from shared.sections import DataSection, ModelSection, OptimSection, RunConfig, Section
+from shared.model_sections import ModelSection
+from shared.section import Section
+from shared.sections import DataSection, OptimSection, RunConfig
 
 CHUNK_BYTES = 1 << 22
 MANIFEST = "manifest.json"

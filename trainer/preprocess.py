@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from shared.batch import BatchSpec, Cursor, batch_spec, groups
-from shared.sections import DataSection, ModelSection
+from shared.model_sections import ModelSection
+from shared.sections import DataSection
 from trainer.audio_frontend import mel_filters_fm
 from trainer.batches import Batch, Counts, views
 from trainer.features import LogMel, Patches

@@ -147,6 +147,20 @@ def test_batches_are_kept_for_an_absent_reader_for_as_long_as_is_asked(tmp_path:
     assert "goes on without" not in daemon.log
 
 
+def test_a_daemon_that_starts_again_takes_up_the_plan_that_was_kept(tmp_path: Path) -> None:
+    path, config = make_run(tmp_path, loader={"index_dir": str(tmp_path / "idx")})
+    seen, made = [], set()
+    for _ in range(2):
+        with serving(path) as daemon, RawReader(config) as reader:
+            reader.join()
+            seen.append([batch.batch_id for batch in reader.read(3)])
+            reader.bye()
+        made.add((tmp_path / "idx" / "test.0.plan").stat().st_mtime_ns)
+        assert "is not used" not in daemon.log
+    assert seen[0] == seen[1]
+    assert len(made) == 1
+
+
 def test_a_missing_shard_is_a_data_error(tmp_path: Path) -> None:
     path, _ = make_run(tmp_path, 16, 1)
     daemon = Daemon(path, "--set", f"data.datasets=[{{name: set, shards: [{tmp_path}/gone.tar]}}]")

@@ -17,7 +17,7 @@ from shared.keys import write_pair
 from shared.wire import Bye, Failure
 from tests.support.daemons import ROOT, Daemon, make_run, serving, wait_until
 from tests.support.keys import make_keys
-from tests.support.ports import free_port
+from tests.support.ports import free_port, has_ipv6
 from tests.support.reader import RawReader
 from tests.support.site import Site
 from trainer.client import LoaderClient
@@ -144,6 +144,17 @@ def test_an_open_address_without_keys_is_refused_unless_named(tmp_path: Path) ->
     with serving(path, "--set", "loader.allow_plain_tcp=true"), RawReader(config, address=local, lane="tcp") as reader:
         reader.join()
         assert len(reader.read(3)) == 3
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback")
+def test_an_ipv6_address_is_served_like_any_other(tmp_path: Path) -> None:
+    port = free_port()
+    path, _ = make_run(tmp_path, 16, 1, loader={"listen": f"tcp://[::1]:{port}"})
+    with serving(path), LoaderClient(f"tcp://[::1]:{port}", lane="tcp", verify=True, wait_s=30) as client:
+        assert [next(client).cursor.step for _ in range(3)]
+    refused = Daemon(path, "--set", f"loader.listen=tcp://[::]:{port}")
+    assert refused.process.wait(90) == 2
+    assert f"loader.endpoint (tcp://[::]:{port}) is open to the network, which needs keys" in refused.log
 
 
 def test_a_slot_is_not_used_again_while_a_slow_reader_is_sent_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shared.mesh import Mesh
-from shared.sections import DecoderSection
+from shared.model_sections import DecoderSection
 from trainer.models.moe import ExpertBlock, Experts
 from trainer.parallel.expert import ExpertGroup, make_expert_group, split_experts
 

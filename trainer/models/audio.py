@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from shared.sections import AudioEncoderSection
+from shared.model_sections import AudioEncoderSection
 from trainer.models.attention import Backend
 from trainer.models.encoder import EncoderBlock, alternating_bounds, init_encoder
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shared.sections import DecoderSection
+from shared.model_sections import DecoderSection
 from trainer.models.attention import Backend, masked_attention
 from trainer.models.gradients import CODES
 from trainer.models.initial import init_block

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from shared.sections import DecoderSection
+from shared.model_sections import DecoderSection
 from trainer.models.attention import Backend, attention
 from trainer.models.cross import CrossAttention
 from trainer.models.initial import init_block

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shared.sections import Activation
+from shared.model_sections import Activation
 from trainer.models.attention import Backend, attention
 
 

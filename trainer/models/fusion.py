@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shared.batch import groups
-from shared.sections import DataSection, ModelSection
+from shared.model_sections import ModelSection
+from shared.sections import DataSection
 from trainer.models.attention import Backend
 from trainer.models.audio import AudioTower
 from trainer.models.decoder import State

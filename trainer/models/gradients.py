@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.sections import Modality
+from shared.model_sections import Modality
 
 CODES: dict[Modality, int] = {"text": 0, "vision": 1, "audio": 2}
 """How modalities_T names them."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
-from shared.sections import AudioEncoderSection, DecoderSection, VisionSection
+from shared.model_sections import AudioEncoderSection, DecoderSection, VisionSection
 from trainer.models.audio import sinusoids
 
 FamilyName = Literal["clip", "siglip", "whisper", "llama", "qwen2", "mixtral"]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import ConfigError
-from shared.sections import Activation, AudioEncoderSection, DecoderSection, VisionSection
+from shared.model_sections import Activation, AudioEncoderSection, DecoderSection, VisionSection
 from trainer.models.hf import FAMILIES, FamilyName, Part, PartSection
 
 Json = Mapping[str, Any]

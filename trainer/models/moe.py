@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shared.sections import DecoderSection
+from shared.model_sections import DecoderSection
 from trainer.models.attention import Backend
 from trainer.models.decoder import AttentionBlock
 

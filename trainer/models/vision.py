@@ -8,7 +8,7 @@ the form has one, takes part in every block and does not leave.
 import torch
 from torch import Tensor, nn
 
-from shared.sections import VisionSection
+from shared.model_sections import VisionSection
 from trainer.models.attention import Backend
 from trainer.models.encoder import EncoderBlock, init_encoder
 

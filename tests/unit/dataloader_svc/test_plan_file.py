@@ -15,6 +15,7 @@ from dataloader_svc.jobs import plan_of
 from dataloader_svc.plan import Pack, Planner
 from dataloader_svc.plan_file import PlanFiles, key_of
 from shared.batch import Cursor
+from shared.errors import ShardError
 from shared.sections import BatchSection, DataSection, RunConfig
 from shared.telemetry import logger
 from tests.support.columns import columns
@@ -30,6 +31,19 @@ class Forbidden:
 
     def __getattr__(self, name: str) -> None:
         raise AssertionError(f"looked at {name}")
+
+
+class FailingOnce:
+    """Facts that cannot be read at first, as when storage fails for a moment."""
+
+    failed = False
+
+    @property
+    def facts(self) -> Columns:
+        if not self.failed:
+            self.failed = True
+            raise ShardError("for a moment")
+        return FACTS
 
 
 def planner(folder: Path, data: DataSection = DATA, facts: Columns | Forbidden = FACTS, index: str = "i") -> Planner:
@@ -99,6 +113,13 @@ def test_a_folder_that_cannot_be_written_is_told_and_done_without(
     (tmp_path / "file").write_text("")
     assert packs(planner(tmp_path / "file")) == packs(Planner(DATA, FACTS))
     assert "cannot be kept (File exists)" in told.text
+
+
+def test_a_plan_that_could_not_be_made_is_tried_again() -> None:
+    planner = Planner(DATA, FailingOnce())  # type: ignore[arg-type]
+    with pytest.raises(ShardError, match="for a moment"):
+        planner.steps(0)
+    assert packs(planner) == packs(Planner(DATA, FACTS))
 
 
 def test_two_plans_of_a_job_are_kept_and_no_other_jobs_are_touched(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The metrics page: where it is bound, and what is said when it cannot be."""
 
-import socket
 import urllib.error
 import urllib.request
 
@@ -8,17 +7,7 @@ import pytest
 
 from shared.errors import ConfigError
 from shared.telemetry import MetricsPage
-from tests.support.ports import free_port
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
+from tests.support.ports import free_port, has_ipv6
 
 HOSTS = [("127.0.0.1", "127.0.0.1"), *([("::1", "[::1]"), ("::", "127.0.0.1"), ("::", "[::1]")] if has_ipv6() else [])]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import CheckpointError, ConfigError
-from shared.sections import AudioEncoderSection, DecoderSection, VisionSection
+from shared.model_sections import AudioEncoderSection, DecoderSection, VisionSection
 from tests.support.hugging import MODELS, PATCH, hf_model, saved, stored_names, transformers
 from trainer.features import Patches
 from trainer.models.audio import AudioTower

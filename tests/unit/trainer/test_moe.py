@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shared.config import load
-from shared.sections import DecoderSection
+from shared.model_sections import DecoderSection
 from tests.support.packs import MIXED, global_batch
 from tests.support.runs import run_config
 from trainer.loss import token_loss
