@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.config import load
 from tests.support.layouts import Run, differences, run_layout
-from tests.support.ranks import start_ranks
+from tests.support.ranks import kill_ranks, start_ranks
 from tests.support.runs import run_file
 from trainer.models import build
 
@@ -79,12 +79,9 @@ def test_a_loader_that_ends_on_one_rank_ends_all_of_them(tmp_path: Path, axis: s
     processes = start_ranks("tests.support.unlike_program", 2, tmp_path, task)
     try:
         deadline = time.monotonic() + 240
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        while None in (codes := [process.exitcode for process in processes]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        codes = [process.poll() for process in processes]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        kill_ranks(processes)
     assert None not in codes and 0 not in codes
     assert "the loader ended its stream" in (tmp_path / "rank-1.log").read_text()
