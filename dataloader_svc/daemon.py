@@ -89,14 +89,14 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
     """
     ready = _Flag()
     with contextlib.ExitStack() as stack:
-        listener = Listener.reserve(served(config), config.loader)
+        data, loader = config.data, config.loader
+        listener = Listener.reserve(served(config), loader)
         stack.callback(listener.close)
-        loader = config.loader
         page = MetricsPage(loader.metrics_port, ready.is_set, loader.metrics_host, "loader.metrics_port")
         stack.enter_context(page)
-        store = Store.of(config.loader)
-        shards = expand(config.data.datasets, config.data.missing_shards, store)
-        workers = WorkerPool(Setup(config.data, config.loader, shards, config.loader.index_dir or None))
+        store = Store.of(loader)
+        shards = expand(data.datasets, data.missing_shards, store)
+        workers = WorkerPool(Setup(data, loader, shards, loader.index_dir or None))
         stack.callback(workers.close)
         workers.start()
         index, quarantine, planner = load_data(config, shards, store)
@@ -107,7 +107,9 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
         stack.callback(describing.join)
         pool = _make_slots(config)
         stack.callback(pool.close)
-        workers.begin(_begin(pool.segment), stop=lambda: signals.count > 0)
+        segment = pool.segment
+        begin = Begin(segment.path, segment.slots, segment.slot_bytes)
+        workers.begin(begin, stop=lambda: signals.count > 0)
         if signals.count:
             return
         listener.bind()
@@ -165,10 +167,6 @@ def _make_slots(config: RunConfig) -> slots.SlotPool:
     largest = max(batch_spec(group).size_bytes for group in groups(config.data))
     count = loader.max_streams * loader.slots_per_stream * (1 + len(loader.jobs))
     return slots.SlotPool.create(loader.shm_dir, config.job, count, largest)
-
-
-def _begin(segment: slots.Segment) -> Begin:
-    return Begin(segment.path, segment.slots, segment.slot_bytes)
 
 
 class _Flag:

@@ -5,7 +5,6 @@ unless `loader.allow_plain_tcp` waives them. A payload frame lies in its slot, a
 `send_payload` returns tells when it has done so.
 """
 
-import ipaddress
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dataloader_svc import metrics, zap
 from dataloader_svc.guard import PathGuard, guard_path
 from dataloader_svc.quota import Pending
+from shared.addresses import is_loopback
 from shared.errors import ConfigError
 from shared.keys import DaemonKeys, daemon_keys
 from shared.sections import LoaderSection
@@ -197,7 +197,7 @@ def _check(endpoint: str, guarded: bool) -> None:
     scheme, _, place = endpoint.partition("://")
     if scheme not in ("ipc", "tcp") or not place.strip("@"):
         raise ConfigError("loader.endpoint", endpoint, "must be ipc://PATH or tcp://HOST:PORT", "use the default")
-    if scheme == "tcp" and not (guarded or _is_loopback(place.rpartition(":")[0])):
+    if scheme == "tcp" and not (guarded or is_loopback(place.rpartition(":")[0].strip("[]"))):
         rule = "is open to the network, which needs keys"
         remedy = "make them (millstream-loader keys) and set loader.keys_dir, or set loader.allow_plain_tcp"
         raise ConfigError("loader.endpoint", endpoint, rule, remedy)
@@ -211,10 +211,3 @@ def _path(endpoint: str) -> str:
     """The file of an ipc address; "" for an abstract one and for TCP."""
     path = endpoint.removeprefix("ipc://")
     return "" if _is_tcp(endpoint) or path.startswith("@") else path
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
