@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from shared.config import load
 from tests.support.crossing import CROSS, open_gates
-from tests.support.layouts import Run, differences, run_layout
+from tests.support.layouts import Run, run_layout, too_far
 from tests.support.runs import run_file
 from trainer.models import build
 
@@ -67,8 +67,5 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(alone: dict[str, dict[str, Run]], layout: str, tmp_path: Path) -> None:
     mesh, plans = LAYOUTS[layout]
-    found = {}
-    for case, each in run(tmp_path, mesh, plans).items():
-        far = differences(each, alone[plans][SAME.get(case, case)])
-        found[case] = far
-    assert {case: far for case, far in found.items() if max(far) > TOLERANCE.get(case, 1e-5)} == {}
+    runs = run(tmp_path, mesh, plans)
+    assert too_far(runs, alone[plans], TOLERANCE, lambda case: SAME.get(case, case)) == {}

@@ -14,7 +14,7 @@ from torch import nn
 
 from shared.config import load
 from tests.support import packs
-from tests.support.layouts import Run, differences, run_layout
+from tests.support.layouts import Run, differences, run_layout, too_far
 from tests.support.ranks import run_ranks
 from trainer.loss import token_loss
 from trainer.models import build
@@ -79,9 +79,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
 
 @slow
 def test_every_layout_trains_as_one_process_does(alone: Runs, layout: Runs) -> None:
-    found = {case: differences(run, alone[case]) for case, run in layout.items()}
-    wrong = {case: each for case, each in found.items() if max(each) > TOLERANCE.get(case, 1e-5)}
-    assert not wrong
+    assert too_far(layout, alone, TOLERANCE) == {}
 
 
 @slow

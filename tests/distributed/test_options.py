@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.layouts import Run, differences, run_layout
+from tests.support.layouts import Run, differences, run_layout, too_far
 
 SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 RECOMPUTE = ["train.recompute={vision: all, audio: all, decoder: all, projectors: true}"]
@@ -80,11 +80,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_option_trains_as_one_process_does(alone: dict[str, Run], layout: str, tmp_path: Path) -> None:
     mesh, cases = LAYOUTS[layout]
-    found = {}
-    for case, run in run_layout(tmp_path, mesh, cases).items():
-        reference = case.split(" ")[0].rstrip(",")
-        found[case] = (max(differences(run, alone[reference])), TOLERANCE.get(reference, 1e-5))
-    assert {case: each for case, each in found.items() if each[0] > each[1]} == {}
+    runs = run_layout(tmp_path, mesh, cases)
+    assert too_far(runs, alone, TOLERANCE, lambda case: case.split(" ")[0].rstrip(",")) == {}
 
 
 def test_what_is_frozen_or_detached_keeps_its_weights(alone: dict[str, Run]) -> None:

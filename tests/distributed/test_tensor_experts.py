@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.layouts import Run, differences, run_layout
+from tests.support.layouts import Run, differences, run_layout, too_far
 from trainer.source import Source
 
 SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
@@ -58,8 +58,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
 
 
 def test_every_layout_trains_and_reports_as_one_process_does(alone: Runs, layout: Runs) -> None:
-    found = {case: differences(run, alone[case]) for case, run in layout.items()}
-    assert not {case: each for case, each in found.items() if max(each) > TOLERANCE.get(case, 1e-5)}
+    assert too_far(layout, alone, TOLERANCE) == {}
     for case, run in layout.items():
         tolerance = 2e-2 if case == "bf16" else 1e-5
         for ours, theirs in zip(run.experts, alone[case].experts, strict=True):

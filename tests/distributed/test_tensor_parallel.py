@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.layouts import Run, differences, run_layout
+from tests.support.layouts import Run, differences, run_layout, too_far
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import run_file
 
@@ -48,9 +48,7 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_every_layout_trains_as_one_process_does(alone: Runs, layout: Runs) -> None:
-    found = {case: differences(run, alone[case]) for case, run in layout.items()}
-    wrong = {case: each for case, each in found.items() if max(each) > TOLERANCE.get(case, 1e-5)}
-    assert not wrong
+    assert too_far(layout, alone, TOLERANCE) == {}
 
 
 @pytest.mark.parametrize("tensor", [2, 4])

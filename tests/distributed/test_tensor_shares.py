@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layouts import Run, differences, run_layout
+from tests.support.layouts import Run, differences, run_layout, too_far
 from tests.support.ranks import run_ranks
 
 PLACES, MEDIA = "mesh.sequence_parallel=true", "mesh.encoder_data_parallel=true"
@@ -52,8 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_every_option_trains_as_one_process_does(alone: Runs, layout: str, tmp_path: Path) -> None:
     """And whatever several ranks hold, norms and encoders above all, is equal on them to the last bit."""
     runs = run_layout(tmp_path, LAYOUTS[layout], CASES, steps=2)
-    found = {case: differences(run, alone[case]) for case, run in runs.items()}
-    assert not {case: each for case, each in found.items() if max(each) > TOLERANCE.get(case, 1e-5)}
+    assert too_far(runs, alone, TOLERANCE) == {}
 
 
 @slow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.layouts import Run, differences, run_layout
+from tests.support.layouts import Run, differences, run_layout, too_far
 from tests.support.runs import run_config
 from trainer.models import build
 from trainer.models.parts import EMBEDDING
@@ -50,11 +50,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(alone: dict[str, Run], layout: str, tmp_path: Path) -> None:
-    found = {}
-    for case, run in run_layout(tmp_path, LAYOUTS[layout], CASES).items():
-        reference = case.partition(",")[0]
-        found[case] = (max(differences(run, alone[reference])), TOLERANCE.get(reference, 1e-5))
-    assert {case: each for case, each in found.items() if each[0] > each[1]} == {}
+    runs = run_layout(tmp_path, LAYOUTS[layout], CASES)
+    assert too_far(runs, alone, TOLERANCE, lambda case: case.partition(",")[0]) == {}
 
 
 def test_experts_and_a_tied_head_far_apart_train_as_one_process_does(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """One run in any layout: start it, merge what its ranks hold into whole weights, and compare two of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,17 @@ def differences(run: Run, wanted: Run) -> Differences:
     assert run.weights.keys() == wanted.weights.keys()
     weights = max(float(np.abs(array - wanted.weights[name]).max()) for name, array in run.weights.items())
     return Differences(_relative(run.losses, wanted.losses), _relative(run.norms, wanted.norms), weights)
+
+
+def too_far(
+    runs: dict[str, Run],
+    alone: dict[str, Run],
+    tolerance: dict[str, float],
+    reference: Callable[[str], str] = str,
+) -> dict[str, Differences]:
+    """The cases that are not within `tolerance` of `alone`, 1e-5 where it names none; both go by `reference(case)`."""
+    found = {case: differences(run, alone[reference(case)]) for case, run in runs.items()}
+    return {case: far for case, far in found.items() if not all(x <= tolerance.get(reference(case), 1e-5) for x in far)}
 
 
 def _relative(found: list[float], wanted: list[float]) -> float:
