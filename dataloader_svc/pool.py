@@ -263,7 +263,7 @@ def _spawn(setup: Setup) -> Worker:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with KEPT_MEMORY, and the folder this package was imported from first on the module path."""
+    """Ours, with KEPT_MEMORY, no threads but `loader.threads`, and this package's folder first on the module path."""
     root = str(Path(__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**KEPT_MEMORY, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**KEPT_MEMORY, "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
