@@ -101,7 +101,7 @@ def run(
     for key in only or [key for key, layout in LAYOUTS.items() if layout.devices <= torch.cuda.device_count()]:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
-            options = [*demo_options(data, copies, Path(scratch)), *LAYOUTS[key].options, *(override or [])]
+            options = [*demo_options(data, copies, folder / "data"), *LAYOUTS[key].options, *(override or [])]
             found = measure(options, config, Path(scratch) / "run", warmup, steps, gpus)
         result = Result(key, None, failure=found) if isinstance(found, str) else Result(key, *found)
         (folder / f"{key}.json").write_bytes(msgspec.json.encode(result))
