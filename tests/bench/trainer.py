@@ -59,6 +59,7 @@ def measure(
     steps: int,
     gpus: str = "",
     profile: Path | None = None,
+    limit_s: float = LIMIT_S,
 ) -> tuple[Numbers, Decoded] | str:
     """Numbers of a run file with `options`, or what went wrong: the last lines that the trainer said.
 
@@ -78,10 +79,10 @@ def measure(
     log = folder / "trainer.log"
     with serving(path) as daemon, log.open("wb") as file:
         try:
-            subprocess.run(command, cwd=ROOT, env={**os.environ, **device}, stdout=file, stderr=file, timeout=LIMIT_S)
+            subprocess.run(command, cwd=ROOT, env={**os.environ, **device}, stdout=file, stderr=file, timeout=limit_s)
             counted = scrape(f"http://127.0.0.1:{page}/metrics")
         except subprocess.TimeoutExpired:
-            return f"not done after {LIMIT_S} s: " + tail(log)
+            return f"not done after {limit_s:g} s: " + tail(log)
         finally:
             daemon.terminate()
     if not out.exists():
