@@ -1,4 +1,4 @@
-"""Size and orientation of an ordinary JPEG by its own markers (ITU-T T.81, annex B), a tenth of Pillow's time.
+"""Size and orientation of an ordinary JPEG by its own markers (ITU-T T.81, annex B), a fifth of Pillow's time.
 
 Ordinary is what encoders and cameras write: whole segments one after the other up to the first scan, one frame of
 eight bits, at most one EXIF block, undamaged. Anything else is None here and left to Pillow, whose word this never
