@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from nvidia.dali import Pipeline, fn, types
 
 from dataloader_svc import headers, jpeg, native
+from dataloader_svc.lent import DeviceRow, Row
 from shared.batch import Bucket
 from shared.errors import ConfigError, SampleError
 from shared.sections import DataSection, LoaderSection
@@ -62,9 +63,12 @@ class Decoder:
         self._batches = PipelineDecoder(loader.gpu_id, loader.threads) if loader.device == "gpu" else None
         cv2.setNumThreads(1)
 
-    def decode_images(self, blobs: Sequence[bytes], bucket: Bucket) -> list[Pixels | SampleError]:
-        """One `[bucket.height, bucket.width, 3]` array or the verdict against it, for each of `blobs`."""
-        verdicts: dict[int, Pixels | SampleError] = {}
+    def decode_images(self, blobs: Sequence[bytes], bucket: Bucket, stay: bool = False) -> list[Row | SampleError]:
+        """One `[bucket.height, bucket.width, 3]` array or the verdict against it, for each of `blobs`.
+
+        With `stay`, pictures that the GPU decodes are not copied to the host.
+        """
+        verdicts: dict[int, Row | SampleError] = {}
         sizes: dict[int, tuple[int, int]] = {}
         for place, blob in enumerate(blobs):
             try:
@@ -72,7 +76,7 @@ class Decoder:
             except SampleError as error:
                 verdicts[place] = error
         good = list(sizes)
-        decoded = self._decode([blobs[place] for place in good], list(sizes.values()), bucket)
+        decoded = self._decode([blobs[place] for place in good], list(sizes.values()), bucket, stay)
         verdicts.update(zip(good, decoded, strict=True))
         return [verdicts[place] for place in range(len(blobs))]
 
@@ -88,10 +92,10 @@ class Decoder:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _decode(
-        self, blobs: list[bytes], sizes: list[tuple[int, int]], bucket: Bucket
-    ) -> Sequence[Pixels | SampleError]:
+        self, blobs: list[bytes], sizes: list[tuple[int, int]], bucket: Bucket, stay: bool
+    ) -> Sequence[Row | SampleError]:
         if self._batches and blobs:
-            done = self._batches.decode(blobs, sizes, bucket)
+            done = self._batches.decode(blobs, sizes, bucket, stay)
             if done is not None:
                 return done
         decode = decode_smaller if self._loader.jpeg == "reduced" else decode_one
@@ -185,15 +189,15 @@ class PipelineDecoder:
         self._warn = RateLimited(logger("decode").warning)
 
     def decode(
-        self, blobs: list[bytes], sizes: list[tuple[int, int]], bucket: Bucket
-    ) -> list[Pixels | SampleError] | None:
-        """Arrays in the order of `blobs`, or None when the run failed and nothing is known of its members.
+        self, blobs: list[bytes], sizes: list[tuple[int, int]], bucket: Bucket, stay: bool = False
+    ) -> Sequence[Row | SampleError] | None:
+        """Pictures in the order of `blobs`, or None when the run failed and nothing is known of its members.
 
-        `sizes` are the (height, width) the headers promise, EXIF applied.
+        `sizes` are the (height, width) the headers promise, EXIF applied. They are arrays, or `stay` on the GPU.
         """
         regions = np.array([region(size, bucket) for size in sizes], np.float32)
         try:
-            pixels_NHWC, shapes = self._run(blobs, regions, bucket)
+            pixels_NHWC, shapes = self._run(blobs, regions, bucket, stay and self._gpu_id is not None)
         except Exception as error:  # one bad member fails the run; the caller decodes each alone and names it
             self._warn("pipeline", f"a batch of {len(blobs)} is decoded on the CPU: {_last_line(error)}")
             self._pipeline = None
@@ -201,21 +205,28 @@ class PipelineDecoder:
         pairs = zip(pixels_NHWC, shapes, sizes, strict=True)
         return [p if tuple(shape[:2]) == size else _mismatch(shape, size) for p, shape, size in pairs]
 
-    def _run(self, blobs: list[bytes], regions: NDArray[np.float32], bucket: Bucket) -> tuple[Pixels, list[list[int]]]:
+    def _run(
+        self, blobs: list[bytes], regions: NDArray[np.float32], bucket: Bucket, stay: bool
+    ) -> tuple[Sequence[Row], list[list[int]]]:
         pipeline = self._built(len(blobs))
         pipeline.feed_input("encoded", [np.frombuffer(blob, np.uint8) for blob in blobs])
         pipeline.feed_input("start", list(regions[:, :2]))
         pipeline.feed_input("end", list(regions[:, 2:]))
         pipeline.feed_input("size", [np.array([bucket.height, bucket.width], np.float32)] * len(blobs))
         pixels, shapes = pipeline.run()
-        host = np.array(pixels.as_cpu().as_tensor())
-        return host, np.asarray(shapes.as_cpu().as_tensor()).tolist()
+        rows = _rows_there(pixels) if stay else list(np.array(pixels.as_cpu().as_tensor()))
+        return rows, np.asarray(shapes.as_cpu().as_tensor()).tolist()
 
     def _built(self, size: int) -> Any:
         if self._pipeline is None or size > self._capacity:
             self._capacity = max(size, self._capacity)
             self._pipeline = _pipeline(self._capacity, self._num_threads, self._gpu_id)
         return self._pipeline
+
+
+def _rows_there(pixels: Any) -> list[DeviceRow]:
+    """The pictures of a pipeline's output on the GPU, which DALI does not use again for as long as it lives."""
+    return [DeviceRow(int(pixels[place].data_ptr()), pixels) for place in range(len(pixels))]
 
 
 def _pipeline(capacity: int, threads: int, gpu_id: int | None) -> Any:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from dataloader_svc import text
 from dataloader_svc.bucket import clip_tokens
-from dataloader_svc.decode import Decoder, Pixels
+from dataloader_svc.decode import Decoder
 from dataloader_svc.index import Index
+from dataloader_svc.lent import LentParts, Row
 from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Task, Timings, Verdict
-from shared.batch import BatchSpec, Group, audio_tokens, batch_spec, groups
+from shared.batch import PIXELS, BatchSpec, FieldSpec, Group, audio_tokens, batch_spec, groups
 from shared.errors import SampleError
 from shared.sections import DataSection
 
@@ -48,7 +49,7 @@ class Decoded(msgspec.Struct, frozen=True):
     """One sample, ready to be laid out; an empty clip where it has none."""
 
     sample_id: int
-    pixels: Pixels | None
+    pixels: Row | None
     clip: NDArray[np.int16]
     caption: list[int]
 
@@ -57,10 +58,21 @@ Outcome = Decoded | SampleError
 
 
 class Filler:
-    """Fills payloads for one worker. `index`, `reader` and `decoder` are only used, never closed."""
+    """Fills payloads for one worker. `index`, `reader` and `decoder` are only used, never closed.
 
-    def __init__(self, data: DataSection, index: Index, reader: Reader, decoder: Decoder, threads: int) -> None:
-        self._data, self._index, self._reader, self._decoder = data, index, reader, decoder
+    `lent` writes the pixels of tasks that have a target, where the worker has a GPU.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        index: Index,
+        reader: Reader,
+        decoder: Decoder,
+        threads: int,
+        lent: LentParts | None = None,
+    ) -> None:
+        self._data, self._index, self._reader, self._decoder, self._lent = data, index, reader, decoder, lent
         self._tokenizer = text.Tokenizer.load(data.text.tokenizer)
         self._groups = groups(data)
         self._specs = tuple(batch_spec(group) for group in self._groups)
@@ -73,19 +85,23 @@ class Filler:
 
         Raises:
             ShardError: a shard cannot be read. A stand-in would change the batch, so the task fails as a whole.
+            DeviceError: the GPU cannot be used any more.
         """
         run = _Run(task, announce)
         kept = list(self._kept(run, self._groups[task.group]))
         started = time.perf_counter()
-        counts = self._lay_out(kept, self._groups[task.group], payload)
         spec = self._specs[task.group]
-        checksum = xxhash.xxh3_64_intdigest(payload[: spec.size_bytes].data) & ((1 << CHECKSUM_BITS) - 1)
+        fields = views(spec, payload)
+        counts = self._lay_out(kept, self._groups[task.group], fields)
+        rows = [sample.pixels for sample in kept if sample.pixels is not None]
+        on_device = self._write_pixels(task, rows, fields[PIXELS], spec.pixels)
+        checksum = _checksum(payload, spec, on_device and not (task.target and task.target.hashed))
         timings = Timings(run.read_s, run.decode_s, time.perf_counter() - started)
         ids = tuple(sample.sample_id for sample in kept)
         substituted = sum(1 for i in ids if i not in task.sample_ids)
         report = Done(task.id, checksum, counts, ids, substituted, tuple(run.verdicts), timings, run.read_bytes)
         retries, fetched_bytes = self._reader.store.tally.take()
-        return msgspec.structs.replace(report, retries=retries, fetched_bytes=fetched_bytes)
+        return msgspec.structs.replace(report, retries=retries, fetched_bytes=fetched_bytes, on_device=on_device)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -132,7 +148,8 @@ class Filler:
         started = time.perf_counter()
         found = dict(zip(wanted, self._threads.map(partial(self._read, run), wanted), strict=True))
         read = time.perf_counter()
-        decoded = dict(zip(found, self._decode(found, group), strict=True))
+        stay = self._lent is not None and run.task.target is not None
+        decoded = dict(zip(found, self._decode(found, group, stay), strict=True))
         run.spent(read - started, time.perf_counter() - read, sum(e.size_bytes for e in found.values()))
         convicted = SampleError("decoder_crash", "the decoder process dies of it")
         return [decoded.get(i, convicted) for i in sample_ids]
@@ -143,13 +160,13 @@ class Filler:
         spans = (row.image, row.audio, row.text)
         return Encoded(*(self._reader.read(row.shard, *span, waiting) if span else b"" for span in spans))
 
-    def _decode(self, encoded: Mapping[int, Encoded], group: Group) -> list[Outcome]:
+    def _decode(self, encoded: Mapping[int, Encoded], group: Group, stay: bool) -> list[Outcome]:
         """Every sample with all of its modalities, or the first verdict against it."""
         samples = list(encoded.values())
         pixels: list[Any] = [None] * len(samples)
         clips: list[Any] = [NO_CLIP] * len(samples)
         if group.bucket:
-            pixels = self._decoder.decode_images([sample.image for sample in samples], group.bucket)
+            pixels = self._decoder.decode_images([sample.image for sample in samples], group.bucket, stay)
         if group.clip_samples:
             limits = [self._clip_limit(sample_id, group) for sample_id in encoded]
             clips = list(self._threads.map(self._clip, samples, limits))
@@ -180,17 +197,28 @@ class Filler:
         return verdict or Decoded(sample_id, pixels, clip, caption)
 
     def _lay_out(
-        self, kept: Sequence[Decoded], group: Group, payload: NDArray[np.uint8]
+        self, kept: Sequence[Decoded], group: Group, fields: Mapping[str, NDArray[Any]]
     ) -> tuple[int, int, int, int, int]:
-        fields = views(self._specs[group.id], payload)
         clips = [sample.clip for sample in kept] if group.clip_samples else []
         parts = [text.Part(s.caption, audio_tokens(len(s.clip), self._data.audio)) for s in kept]
         tokens, labels = text.assemble(fields, parts, group, self._tokenizer)
-        _write_rows(fields["pixels_NHWC"], [s.pixels for s in kept if s.pixels is not None])
         _write_rows(fields["clips_MS"], clips)
         _write_rows(fields["clip_lengths_M"], [np.int32(len(clip)) for clip in clips])
         heard = sum(1 for clip in clips if len(clip))
         return len(kept), len(kept) if group.bucket else 0, heard, tokens, labels
+
+    def _write_pixels(self, task: Task, rows: Sequence[Row], out: NDArray[np.uint8], field: FieldSpec) -> bool:
+        """Write the pictures where the task wants them; whether that is the reader's memory, which may fail it.
+
+        The slot has them as well where the checksum is to cover them.
+        """
+        if self._lent and task.target and self._lent.write(task.target, rows, field):
+            if task.target.hashed:
+                self._lent.read(task.target, out)
+            return True
+        fetched = [self._lent.fetch(row, out[0]) for row in rows] if self._lent else rows
+        _write_rows(out, fetched)
+        return False
 
 
 class _Run:
@@ -219,6 +247,15 @@ def views(spec: BatchSpec, payload: NDArray[np.uint8]) -> dict[str, NDArray[Any]
         fields[field.name] = payload[field.offset : end].view(field.dtype).reshape(field.shape)
     payload[end : spec.size_bytes] = 0
     return fields
+
+
+def _checksum(payload: NDArray[np.uint8], spec: BatchSpec, without_pixels: bool) -> int:
+    """xxh3-64, less its top bit, of the payload or of what stands before and after its pixels."""
+    start = spec.pixels.offset
+    end = start + spec.pixels.size_bytes if without_pixels else start
+    digest = xxhash.xxh3_64(payload[:start].data)
+    digest.update(payload[end : spec.size_bytes].data)
+    return digest.intdigest() & ((1 << CHECKSUM_BITS) - 1)
 
 
 def _write_rows(out: NDArray[Any], rows: Sequence[Any]) -> None:

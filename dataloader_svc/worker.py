@@ -20,23 +20,26 @@ import msgspec
 import numpy as np
 import soundfile
 
+from dataloader_svc import nvml
 from dataloader_svc.decode import Decoder, check_device
 from dataloader_svc.fill import Filler
 from dataloader_svc.index import Index
+from dataloader_svc.lent import LentParts
 from dataloader_svc.native import Said, silence
 from dataloader_svc.store import Reader, Store
-from dataloader_svc.tasks import PACKET_BYTES, Begin, Progress, Ready, Refused, Report, Setup, Task
+from dataloader_svc.tasks import PACKET_BYTES, Begin, Forgotten, Order, Progress, Ready, Refused, Report, Setup, Task
 from shared.batch import Bucket
-from shared.errors import ConfigError, DataError, MillstreamError, SampleError
+from shared.cuda import Gpu, device_uuid
+from shared.errors import ConfigError, DataError, DeviceError, MillstreamError, SampleError
 from shared.slots import Segment
-from shared.telemetry import setup_logging
+from shared.telemetry import logger, setup_logging
 
 PR_SET_PDEATHSIG = 1
 WARM_SIDE = 64
 AUDIO_FORMS = ("WAV", "FLAC", "OGG", "MP3")
 
 _begin: "msgspec.msgpack.Decoder[Begin]" = msgspec.msgpack.Decoder(Begin)
-_task: "msgspec.msgpack.Decoder[Task]" = msgspec.msgpack.Decoder(Task)
+_order: "msgspec.msgpack.Decoder[Order]" = msgspec.msgpack.Decoder(Order)
 
 
 def main() -> None:
@@ -55,6 +58,9 @@ def main() -> None:
 def _serve_or_refuse(setup: Setup, channel: socket.socket, said: Said) -> None:
     try:
         _serve(setup, channel, said)
+    except DeviceError as error:
+        logger("worker").error("this worker ends, for its GPU cannot be used any more: %s", error)
+        os._exit(1)  # what is left of a lost context may hang an orderly end
     except ConfigError as error:
         _send(channel, Refused(str(error), tuple(map(str, (error.name, error.value, error.rule, error.remedy)))))
     except MillstreamError as error:
@@ -70,8 +76,12 @@ def _die_with_parent() -> None:
 
 def _serve(setup: Setup, channel: socket.socket, said: Said) -> None:
     check_device(setup.loader)
+    device = device_uuid(setup.loader.gpu_id) if setup.loader.device == "gpu" else ""
+    before = nvml.used_bytes(device) if device else 0
     decoder = Decoder(setup.data, setup.loader, said)
     warm_up(decoder)
+    lent = LentParts(Gpu(setup.loader.gpu_id)) if device else None
+    ready = Ready(device, max(0, nvml.used_bytes(device) - before) if device else 0)
     if not (packet := channel.recv(PACKET_BYTES)):
         return
     begin, store = _begin.decode(packet), Store.of(setup.loader)
@@ -79,12 +89,16 @@ def _serve(setup: Setup, channel: socket.socket, said: Said) -> None:
     index = Index.open(setup.shards, setup.data, folder, store, ask=False)
     reader = Reader(store, expected=index.fingerprints)
     segment = Segment.attach(begin.segment, begin.slots, begin.slot_bytes)
-    filler = Filler(setup.data, index, reader, decoder, setup.loader.threads)
-    _send(channel, Ready())
+    filler = Filler(setup.data, index, reader, decoder, setup.loader.threads, lent)
+    _send(channel, ready)
     while packet := channel.recv(PACKET_BYTES):
-        task = _task.decode(packet)
-        announce = partial(_announce, channel, task.id)
-        _send(channel, filler.fill(task, segment.payload(task.slot), announce))
+        order = _order.decode(packet)
+        if isinstance(order, Task):
+            announce = partial(_announce, channel, order.id)
+            _send(channel, filler.fill(order, segment.payload(order.slot), announce))
+        elif lent:
+            lent.forget(order.handle)
+            _send(channel, Forgotten(order.handle))
 
 
 def _announce(channel: socket.socket, task_id: int, sample_id: int) -> None:
