@@ -68,7 +68,8 @@ class Lending:
     def lend(self, identity: bytes, hello: Hello, lent: Lend) -> str:
         """Take the memory for the reader's session; returns what is wrong with it, or ""."""
         needed = max(spec.pixels.size_bytes for spec in self._specs)
-        if not 1 <= lent.parts <= (most := self.offer(hello)[0]):
+        most, _ = self.offer(hello)
+        if not 1 <= lent.parts <= most:
             return f"{lent.parts} parts of device memory were lent where {most} may be"
         if lent.part_bytes < needed or len(lent.handle) != HANDLE_BYTES:
             return f"parts of {lent.part_bytes} bytes were lent by a handle of {len(lent.handle)}, {needed} are needed"
