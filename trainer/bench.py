@@ -4,6 +4,7 @@ The same engine, feed and step as a training run, but nothing is saved. The firs
 and graphs captured, are not counted.
 """
 
+import hashlib
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,10 +23,25 @@ from trainer.log import StepLine
 from trainer.train import Parts, Start, Stop, build_checkpoints, build_feed, connect, one_step
 
 
+class RankNumbers(msgspec.Struct, frozen=True):
+    """One rank's: most device memory in use, waits for batches (of readers) in the measured steps.
+
+    `batches` are "batch id:checksum" of all steps, told by the first reader of each stream.
+    """
+
+    rank: int
+    peak_gib: float
+    wait_p50_ms: float
+    wait_p99_ms: float
+    batches: tuple[str, ...]
+
+
 class Numbers(msgspec.Struct, frozen=True):
     """What was measured. Rates are of real tokens and samples; `mfu` (0 to 1) and its peak are null where unknown.
 
-    Losses are means over the first and the last 5 of the measured steps.
+    `first_loss` and `last_loss` are means over the first and the last 5 of the measured steps; `losses` and
+    `grad_norms` are those of all steps, the warm-up's too. `batches_digest` is the same for the same global batches,
+    whichever rank read which part of them.
     """
 
     steps: int
@@ -36,23 +52,23 @@ class Numbers(msgspec.Struct, frozen=True):
     samples_per_s: float
     mfu: float | None
     peak_tflops: float | None
-    wait_p50_ms: float
-    wait_p99_ms: float
-    peak_gib: float
     first_loss: float
     last_loss: float
+    losses: tuple[float | None, ...]
+    grad_norms: tuple[float | None, ...]
+    batches_digest: str
+    ranks: tuple[RankNumbers, ...]
 
 
 def bench(config: RunConfig, ranks: Ranks, warmup: int, steps: int, out: Path | None) -> None:
     """Run `warmup` + `steps` steps; rank 0 prints a table of the latter, and writes `Numbers` as JSON to `out`.
-
-    Waits and memory are rank 0's.
 
     Raises:
         MillstreamError: something expected went wrong; its kind and text say what.
     """
     lines: list[StepLine] = []
     waits_s: list[float] = []
+    batches: list[str] = []
     with ExitStack() as stack:
         engine = build_engine(config, ranks)
         client = stack.enter_context(connect(config, ranks, Start())) if ranks.is_reader else None
@@ -63,35 +79,50 @@ def bench(config: RunConfig, ranks: Ranks, warmup: int, steps: int, out: Path | 
             line, taken, *_ = one_step(config, ranks, parts, step, Stop())
             if display:
                 display.step(line)
-            if step >= warmup:
-                lines.append(line)
-                waits_s += taken.waits_s if taken else []
+            lines.append(line)
+            if taken:
+                waits_s += taken.waits_s if step >= warmup else []
+                batches += [f"{x.batch_id}:{x.checksum:016x}" for x in taken.lines] if ranks.reader == 0 else []
+    every = gathered(ranks, waits_s, batches)
     if ranks.is_main:
-        numbers = summarise(config, ranks, lines, waits_s)
+        numbers = summarise(config, ranks, lines, warmup, every)
         Console(file=sys.stdout).print(table(config.job, numbers))
         if out:
             out.write_bytes(msgspec.json.encode(numbers))
 
 
-def summarise(config: RunConfig, ranks: Ranks, lines: list[StepLine], waits_s: list[float]) -> Numbers:
-    """The measured steps in numbers; rates are over their whole time."""
-    step_s, waits = np.array([line.step_s for line in lines]), np.array(waits_s)
-    shares = [line.mfu for line in lines if line.mfu is not None]
+def gathered(ranks: Ranks, waits_s: list[float], batches: list[str]) -> tuple[RankNumbers, ...]:
+    """Every rank's own numbers. A collective."""
+    waits = np.array(waits_s or [0.0])
+    peak_gib = peak_bytes(ranks.device) / 2**30
+    mine = RankNumbers(ranks.rank, peak_gib, _ms(waits, 50), _ms(waits, 99), tuple(batches))
+    return tuple(msgspec.json.decode(each, type=RankNumbers) for each in ranks.gather(msgspec.json.encode(mine)))
+
+
+def summarise(
+    config: RunConfig, ranks: Ranks, lines: list[StepLine], warmup: int, every: tuple[RankNumbers, ...]
+) -> Numbers:
+    """The steps after the warm-up in numbers; rates are over their whole time."""
+    measured = lines[warmup:]
+    step_s = np.array([line.step_s for line in measured])
+    shares = [line.mfu for line in measured if line.mfu is not None]
     seconds = float(step_s.sum())
+    told = sorted(batch for rank in every for batch in rank.batches)
     return Numbers(
-        steps=len(lines),
+        steps=len(measured),
         devices=ranks.mesh.world,
         step_p50_ms=_ms(step_s, 50),
         step_p95_ms=_ms(step_s, 95),
-        tokens_per_s=sum(line.tokens for line in lines) / seconds,
-        samples_per_s=sum(line.samples for line in lines) / seconds,
+        tokens_per_s=sum(line.tokens for line in measured) / seconds,
+        samples_per_s=sum(line.samples for line in measured) / seconds,
         mfu=float(np.average(shares, weights=step_s)) if shares else None,
         peak_tflops=peak_tflops(ranks.device, config.train.peak_tflops),
-        wait_p50_ms=_ms(waits, 50),
-        wait_p99_ms=_ms(waits, 99),
-        peak_gib=peak_bytes(ranks.device) / 2**30,
-        first_loss=mean_loss(lines[:MEAN_OVER]),
-        last_loss=mean_loss(lines[-MEAN_OVER:]),
+        first_loss=mean_loss(measured[:MEAN_OVER]),
+        last_loss=mean_loss(measured[-MEAN_OVER:]),
+        losses=tuple(line.loss for line in lines),
+        grad_norms=tuple(line.grad_norm for line in lines),
+        batches_digest=hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest(),
+        ranks=every,
     )
 
 
@@ -105,8 +136,10 @@ def table(title: str, numbers: Numbers) -> Table:
     if numbers.mfu is not None:
         found.add_row(f"MFU of {numbers.peak_tflops:,.4g} TFLOP/s a device", f"{numbers.mfu:.1%}")
     found.add_row("loss, mean of first and last 5", f"{numbers.first_loss:.4f} -> {numbers.last_loss:.4f}")
-    found.add_row("data wait p50 and p99", f"{numbers.wait_p50_ms:.3f}, {numbers.wait_p99_ms:.3f} ms")
-    found.add_row("peak memory of rank 0", f"{numbers.peak_gib:.2f} GiB")
+    found.add_row("global batches", numbers.batches_digest)
+    for each in numbers.ranks:
+        waits = f", data wait p50 and p99 {each.wait_p50_ms:.3f}, {each.wait_p99_ms:.3f} ms"
+        found.add_row(f"rank {each.rank}: peak memory", f"{each.peak_gib:.2f} GiB{waits}")
     return found
 
 

@@ -60,9 +60,11 @@ def train_run(
     Example: deepspeed --num_gpus 2 --module trainer train --config run.yaml --set train.steps=50
     """
     run, ranks = _joined(config, overrides)
+    from trainer.lifeline import lifeline
     from trainer.train import train
 
-    train(run, ranks, resume)
+    with lifeline(ranks, exit_code):
+        train(run, ranks, resume)
     ranks.leave()
 
 
@@ -85,8 +87,10 @@ def bench_run(
     """
     run, ranks = _joined(config, overrides)
     from trainer.bench import bench
+    from trainer.lifeline import lifeline
 
-    bench(run, ranks, warmup, steps, out)
+    with lifeline(ranks, exit_code):
+        bench(run, ranks, warmup, steps, out)
     ranks.leave()
 
 

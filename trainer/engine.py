@@ -303,18 +303,20 @@ def _bounds(
 
 
 def _model(config: RunConfig, ranks: Ranks, backend: Backend, loss: LossFunction, bounds: list[int]) -> nn.Module:
-    if config.mesh.pipe == 1:
-        return build.build(config, backend).to(ranks.device)
+    """The model, or this rank's stage, its weights drawn on the device: billions of them take a CPU a minute."""
     mesh = ranks.mesh
-    return Pipeline(
-        [LayerSpec(layer.kind, *layer.args) for layer in build.layers(config, backend)],
-        bounds=bounds,
-        topology=PipeModelDataParallelTopology(num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data),
-        loss_fn=loss,
-        seed_layers=True,
-        seed_fn=torch.manual_seed,
-        base_seed=config.train.seed,
-    )
+    with ranks.device:
+        if mesh.pipe == 1:
+            return build.build(config, backend)
+        return Pipeline(
+            [LayerSpec(layer.kind, *layer.args) for layer in build.layers(config, backend)],
+            bounds=bounds,
+            topology=PipeModelDataParallelTopology(num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data),
+            loss_fn=loss,
+            seed_layers=True,
+            seed_fn=torch.manual_seed,
+            base_seed=config.train.seed,
+        )
 
 
 def _clipping(config: RunConfig, ranks: Ranks, model: nn.Module) -> Clipping:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ import msgspec
 import torch
 import typer
 
-from deploy.demo.run import DEEPSPEED, ROOT, free_port
+from deploy.demo.run import DEEPSPEED, ROOT, free_port, scrape
 from shared.config import load
 from tests.bench.main_job import hardware
 from tests.bench.report import table, today
@@ -43,26 +44,51 @@ VARIANTS = {
 }
 
 
-def measure(variant: Variant, config: Path, folder: Path, options: list[str], warmup: int, steps: int) -> Numbers | str:
-    """One variant's numbers, or what went wrong: the last lines that the trainer said."""
+class Decoded(msgspec.Struct, frozen=True):
+    """What the daemon had filled when the trainer was done: micro-batches, and pictures in them."""
+
+    batches: int
+    images: int
+
+
+def measure(
+    options: Sequence[str], config: Path, folder: Path, warmup: int, steps: int, gpus: str = ""
+) -> tuple[Numbers, Decoded] | str:
+    """Numbers of a run file with `options`, or what went wrong: the last lines that the trainer said.
+
+    `gpus` are the devices, such as "0,1"; the first ones where it is empty.
+    """
     folder.mkdir()
-    run = load(config, [*options, *variant.options, "loader.metrics_port=0", f"loader.endpoint=ipc://{folder}/l.sock"])
+    page = free_port()
+    run = load(config, [*options, f"loader.metrics_port={page}", f"loader.endpoint=ipc://{folder}/l.sock"])
     path, out = folder / "run.yaml", folder / "numbers.json"
     path.write_bytes(msgspec.yaml.encode(run))
-    counts = ["--warmup", str(warmup), "--steps", str(steps), "--out", str(out)]
     world = run.mesh.pipe * run.mesh.data * run.mesh.tensor
-    command = [*DEEPSPEED, "--num_gpus", str(world), "--master_port", str(free_port()), "--module", "trainer", "bench"]
+    where = ["--include", f"localhost:{gpus}"] if gpus else ["--num_gpus", str(world)]
+    command = [*DEEPSPEED, *where, "--master_port", str(free_port()), "--module", "trainer", "bench"]
+    command += ["--config", str(path), "--warmup", str(warmup), "--steps", str(steps), "--out", str(out)]
     device = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     log = folder / "trainer.log"
     with serving(path) as daemon, log.open("wb") as file:
-        command += ["--config", str(path), *counts]
         try:
             subprocess.run(command, cwd=ROOT, env={**os.environ, **device}, stdout=file, stderr=file, timeout=LIMIT_S)
+            counted = scrape(f"http://127.0.0.1:{page}/metrics")
         except subprocess.TimeoutExpired:
             return f"not done after {LIMIT_S} s: " + tail(log)
         finally:
             daemon.terminate()
-    return msgspec.json.decode(out.read_bytes(), type=Numbers) if out.exists() else tail(log)
+    if not out.exists():
+        return tail(log)
+    filled = sum(count for name, count in counted.items() if name.startswith("loader_batches_filled_total"))
+    decoded = Decoded(int(filled), int(counted["loader_samples_total{image}"]))
+    return msgspec.json.decode(out.read_bytes(), type=Numbers), decoded
+
+
+def demo_options(data: Path, copies: int, folder: Path) -> list[str]:
+    """Overrides that name the demo data, listed `copies` times."""
+    shards = [f"{each}/demo-*.tar" for each in copied(data.resolve(), copies, folder)]
+    named = f"data.datasets=[{{name: demo, shards: {json.dumps(shards)}}}]"
+    return [named, f"data.text.tokenizer={data.resolve()}/tokenizer.json"]
 
 
 def copied(data: Path, copies: int, folder: Path) -> list[Path]:
@@ -80,6 +106,11 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
 
 
+def each(values: Sequence[float], digits: int) -> str:
+    """A value for every rank."""
+    return ", ".join(f"{value:.{digits}f}" for value in values)
+
+
 def row(name: str, numbers: Numbers) -> dict[str, str]:
     """A line of the table."""
     return {
@@ -89,10 +120,16 @@ def row(name: str, numbers: Numbers) -> dict[str, str]:
         "tokens/s": f"{numbers.tokens_per_s:,.0f}",
         "samples/s": f"{numbers.samples_per_s:,.1f}",
         "MFU": "" if numbers.mfu is None else f"{numbers.mfu:.1%}",
-        "peak GiB": f"{numbers.peak_gib:.1f}",
-        "wait ms p50 / p99": f"{numbers.wait_p50_ms:.3f} / {numbers.wait_p99_ms:.3f}",
+        "peak GiB": each([rank.peak_gib for rank in numbers.ranks], 1),
+        "wait ms p50": each([rank.wait_p50_ms for rank in numbers.ranks], 3),
+        "wait ms p99": each([rank.wait_p99_ms for rank in numbers.ranks], 3),
         "loss first / last 5": f"{numbers.first_loss:.3f} / {numbers.last_loss:.3f}",
     }
+
+
+def said(found: Numbers | str) -> str:
+    """A result in a line or, of a failure, the lines that tell."""
+    return found if isinstance(found, str) else " | ".join(row("", found).values())
 
 
 def main(
@@ -109,14 +146,13 @@ def main(
     """Measure and write a dated table."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        shards = [f"{each}/demo-*.tar" for each in copied(data.resolve(), copies, Path(folder))]
-        options = [f"data.datasets=[{{name: demo, shards: {json.dumps(shards)}}}]"]
-        options += [f"data.text.tokenizer={data.resolve()}/tokenizer.json", *(override or [])]
+        options = [*demo_options(data, copies, Path(folder)), *(override or [])]
         for key in only or VARIANTS:
             variant = VARIANTS[key]
             counts = (0, long_steps) if variant.long else (warmup, steps)
-            found[variant.name] = measure(variant, config, Path(folder) / key, options, *counts)
-            typer.echo(f"{variant.name}: {found[variant.name]}")
+            result = measure([*options, *variant.options], config, Path(folder) / key, *counts)
+            found[variant.name] = result if isinstance(result, str) else result[0]
+            typer.echo(f"{variant.name}: {said(found[variant.name])}")
     rows = [row(name, numbers) for name, numbers in found.items() if isinstance(numbers, Numbers)]
     lines = [f"# The trainer on {config.stem}", "", f"{today()}, {hardware()}"]
     lines += [f"Demo data listed {copies} times; overrides: `{' '.join(override or []) or 'none'}`", ""]

@@ -20,7 +20,7 @@ def test_bench_prints_speed_utilisation_memory_and_waits_and_saves_nothing(tmp_p
     rows = dict(re.findall(r"│ (.+?) +│ (.+?) +│", run.log))
     assert float(rows["tokens/s, without padding"].replace(",", "")) > 0
     assert 0 < float(rows["MFU of 0.02 TFLOP/s a device"].rstrip("%")) < 100
-    assert {"step time, median and p95", "samples/s", "data wait p50 and p99", "peak memory of rank 0"} <= set(rows)
+    assert {"step time, median and p95", "samples/s", "global batches", "rank 0: peak memory"} <= set(rows)
     assert [path.name for path in run.run_dir.iterdir()] == [run.log_path.name]
 
 

@@ -1,5 +1,6 @@
 """Start real trainers as a user does, through the `deepspeed` launcher or torchrun, and read what they leave."""
 
+import contextlib
 import json
 import os
 import signal
@@ -74,14 +75,28 @@ class Trainer:
 
     def stop(self) -> "Trainer":
         """SIGTERM to the ranks (the launcher itself would answer it by killing them), and a good end."""
-        for pid in self._ranks():
+        for pid in self._ranks().values():
             os.kill(pid, signal.SIGTERM)
         return self.finish()
 
-    def _ranks(self) -> list[int]:
-        commands = {int(p.parent.name): p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()}
-        mine = [pid for pid, command in commands.items() if b"\0trainer\0--local_rank" in command]
-        return [pid for pid in mine if os.getpgid(pid) == self.process.pid]
+    def _ranks(self) -> dict[int, int]:
+        """Process ids by rank: processes of the run that run the trainer and were told a rank."""
+        found: dict[int, int] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                pid, told = int(folder.name), (folder / "environ").read_bytes().split(b"\0")
+                ranks = [int(word[5:]) for word in told if word.startswith(b"RANK=")]
+                if (
+                    ranks
+                    and os.getpgid(pid) == self.process.pid
+                    and b"\0trainer\0" in (folder / "cmdline").read_bytes()
+                ):
+                    found[ranks[0]] = pid
+        return found
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL to one rank."""
+        os.kill(self._ranks()[rank], signal.SIGKILL)
 
     def kill(self) -> None:
         """SIGKILL to every process of the run."""

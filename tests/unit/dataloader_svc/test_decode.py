@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dataloader_svc import decode, headers
-from dataloader_svc.decode import Decoder, PipelineDecoder, region, resample
+from dataloader_svc.clips import resample
+from dataloader_svc.decode import Decoder, PipelineDecoder, region
 from shared.batch import Bucket
 from shared.errors import ConfigError, SampleError
 from shared.sections import DataSection, DatasetSection, ImageSection, LoaderSection
@@ -152,7 +153,7 @@ def test_a_huge_raster_is_refused_from_its_header() -> None:
 
 
 def test_a_size_the_header_did_not_promise_is_a_verdict() -> None:
-    assert reason(decode.decode_one(photo(300, 200), (200, 301), BUCKET)) == "size_mismatch"
+    assert reason(decode.decode_one(photo(300, 200), headers.ImageFacts(200, 301), BUCKET)) == "size_mismatch"
 
 
 def test_a_decoder_exhausted_by_one_picture_goes_on(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
