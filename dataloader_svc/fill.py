@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from dataloader_svc import text
 from dataloader_svc.crew import Crew
-from dataloader_svc.decode import Decoder, Pixels
+from dataloader_svc.decode import Decoder
 from dataloader_svc.index import Index, Row
+from dataloader_svc.pipeline import Pixels
 from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Task, Timings, Verdict
 from shared.batch import BatchSpec, Group, audio_tokens, batch_spec, groups

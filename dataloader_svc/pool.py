@@ -267,7 +267,7 @@ def _spawn(setup: Setup, environment: Mapping[str, str]) -> Worker:
 
 
 def _around(environment: Mapping[str, str]) -> dict[str, str]:
-    """Ours, with KEPT_MEMORY and `environment`, and the folder this package was imported from first on the module path."""
+    """Ours, KEPT_MEMORY, `environment`, and the folder this package was imported from first on the module path."""
     root = str(Path(__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**KEPT_MEMORY, **os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}

@@ -3,8 +3,8 @@
 Three questions. **images**: how many images a second reach the GPU, decoded and resized to 336x336, from raw DALI, from
 the daemon with GPU and CPU decode, and from torch's DataLoader, and what processor time that takes. **waits**: how long
 a step of 100 ms waits for its images. **steps**: how long a training-like step of 40 ms takes beside a daemon that
-decodes on the same GPU, by time slices and through MPS. Data are made first, in seconds. Each figure is a process of its
-own. Without a GPU the same programs run on the CPU, and what needs a GPU is left out with a word.
+decodes on the same GPU, by time slices and through MPS. Data are made first, in seconds. Each measurement is a process
+of its own. Without a GPU the same programs run on the CPU, and what needs a GPU is left out with a word.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Tars of JPEG pictures as heavy as photographs, made on the spot in seconds: noise whose spectrum falls as theirs.
 
-Amplitudes fall as frequency^-SLOPE (photographs: Burton and Moorhead 1987, about -1.2 to -1.5 with a camera's blur), at
-quality 88: about 80 kB for 640x480 and 150 kB for 1024x768. Some hundred are distinct; they come again under other keys.
+Amplitudes fall as frequency^-SLOPE (photographs: about -1.2, Burton and Moorhead 1987, and steeper with a camera's
+blur). At quality 88 that makes 80 kB of 640x480 and 150 kB of 1024x768. Some hundred are distinct; they come again under
+other keys.
 """
 
 import io
@@ -66,4 +67,5 @@ def describe(folder: Path) -> str:
     for path in tars:
         with tarfile.open(path) as tar:
             sizes += [info.size for info in tar if info.name.endswith("jpg")]
-    return f"{folder.name}: {len(sizes)} JPEG pictures, {sum(sizes) / len(sizes) / 1e3:.0f} kB on average, {len(tars)} tars"
+    mean_kb = sum(sizes) / len(sizes) / 1e3
+    return f"{folder.name}: {len(sizes)} JPEG pictures, {mean_kb:.0f} kB on average, in {len(tars)} tars"
