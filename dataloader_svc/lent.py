@@ -4,6 +4,8 @@ A reader may die under us: what is written then lands in memory that the driver 
 memory cannot be mapped or written, its batches go to their slots until the reader's session is over.
 """
 
+import threading
+
 from dataloader_svc.rows import DeviceRows
 from dataloader_svc.tasks import Target
 from shared.batch import FieldSpec
@@ -15,12 +17,16 @@ _log = logger("worker")
 
 
 class LentParts:
-    """Parts of readers' memory, by the targets of tasks, on the worker's `gpu`."""
+    """Parts of readers' memory, by the targets of tasks, on the worker's `gpu`. Any thread may ask for rows.
+
+    Memory is mapped once: each `open` would want a `close` of its own.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._mapped: dict[bytes, int] = {}
         self._unusable: set[bytes] = set()
+        self._lock = threading.Lock()
 
     def rows(self, target: Target, field: FieldSpec) -> DeviceRows | None:
         """Rows of the target, laid out as `field`; None where it cannot be used."""
@@ -52,6 +58,7 @@ class LentParts:
                 _log.warning("a reader's memory cannot be unmapped: %s", error)
 
     def _map(self, handle: bytes) -> int:
-        if handle not in self._mapped:
-            self._mapped[handle] = self._gpu.open(handle)
-        return self._mapped[handle]
+        with self._lock:
+            if handle not in self._mapped:
+                self._mapped[handle] = self._gpu.open(handle)
+            return self._mapped[handle]

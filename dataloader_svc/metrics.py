@@ -43,6 +43,12 @@ DEVICE_BYTES = Gauge(
     ["use"],
     registry=REGISTRY,
 )
+GPU_SHARING = Gauge(
+    "loader_gpu_sharing",
+    "1 for how decode workers share their GPU with a trainer: mps, or time_slices; no series for CPU decode",
+    ["how"],
+    registry=REGISTRY,
+)
 CLIENTS = Gauge("loader_clients", "Readers with an open session", registry=REGISTRY)
 READER_LAG = Gauge(
     "loader_reader_lag",

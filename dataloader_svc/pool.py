@@ -12,8 +12,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -39,6 +40,7 @@ DEATHS_BEFORE_CARE = 2
 MAX_FRUITLESS_STARTS = 8
 STOP_S = 2.0
 KILL_S = 10.0
+NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 
 # glibc gives large blocks back to the kernel at once, and a worker faults them in again, zeroed, for the next picture:
 # a tenth of its time. Blocks of up to 32 MiB are kept, at most 64 MiB unused (mallopt(3)).
@@ -74,10 +76,12 @@ class WorkerPool:
     """`setup.loader.workers` processes. All methods return at once, but for `begin` and `close`, which are bounded.
 
     `start` lets them warm up while the index is still being made; `begin` tells them that they can open it.
+    `environment` is what they get beside ours.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, environment: Mapping[str, str] = NOTHING_MORE) -> None:
         self._setup, self._bound_s = setup, setup.loader.worker_s
+        self._environment = environment
         self._workers: list[Worker] = []
         self._queue: deque[Job] = deque()
         self._convicted: set[int] = set()
@@ -166,7 +170,7 @@ class WorkerPool:
 
     def _spawn_missing(self) -> None:
         while len(self._workers) < self._setup.loader.workers:
-            self._workers.append(worker := _spawn(self._setup))
+            self._workers.append(worker := _spawn(self._setup, self._environment))
             if self._begin:
                 self._introduce(worker, self._begin)
 
@@ -278,7 +282,7 @@ def _receive(channel: socket.socket) -> bytes | None:
         return b""
 
 
-def _spawn(setup: Setup) -> Worker:
+def _spawn(setup: Setup, environment: Mapping[str, str]) -> Worker:
     """Start a worker with one end of a packet socket pair, a memory file that holds `setup`, and our log."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
@@ -290,15 +294,15 @@ def _spawn(setup: Setup) -> Worker:
         command = [sys.executable, "-m", "dataloader_svc.worker", *map(str, fds)]
         try:
             process = subprocess.Popen(
-                command, pass_fds=fds, stdin=subprocess.DEVNULL, stderr=stderr_fd, env=_environment()
+                command, pass_fds=fds, stdin=subprocess.DEVNULL, stderr=stderr_fd, env=_around(environment)
             )
         finally:
             os.close(log_fd)
     return Worker(process, ours, stderr_fd, time.monotonic())
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with KEPT_MEMORY, and the folder this package was imported from first on the module path."""
+def _around(environment: Mapping[str, str]) -> dict[str, str]:
+    """Ours, KEPT_MEMORY, `environment`, and the folder this package was imported from first on the module path."""
     root = str(Path(__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**KEPT_MEMORY, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**KEPT_MEMORY, **os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}

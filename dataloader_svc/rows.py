@@ -35,6 +35,11 @@ class DevicePlace:
 Place = Pixels | DevicePlace
 
 
+def address_of(place: Place) -> int:
+    """Where a place begins, on whichever side."""
+    return int(place.ctypes.data) if isinstance(place, np.ndarray) else place.address
+
+
 class Rows(Protocol):
     """The rows of one batch."""
 

@@ -144,6 +144,8 @@ class LoaderSection(Section, frozen=True):
     slots are kept for one that is not here go on without it after `absent_s`; one that starves because others hold all
     slots with later batches is told so after `held_up_s`. The metrics page is bound to `metrics_host` ("::" is every
     address, of IPv4 too).
+    `mps` is how a GPU that decodes is shared with a trainer: through CUDA's Multi-Process Service where a control
+    daemon answers (`auto`), also by one started for it (`start`), or by time slices whatever there is (`off`).
     """
 
     endpoint: str = "ipc:///tmp/millstream-{uid}-{job}.sock"
@@ -157,6 +159,7 @@ class LoaderSection(Section, frozen=True):
     threads: int = 2
     device: Literal["cpu", "gpu"] = "cpu"
     gpu_id: int = 0
+    mps: Literal["auto", "start", "off"] = "auto"
     jpeg: Literal["reduced", "full"] = "reduced"
     slots_per_stream: int = 4
     max_streams: int = 2
