@@ -1,7 +1,7 @@
 """Whole micro-batches through one DALI pipeline: hardware JPEG and resize on a GPU, pictures straight to their places.
 
 What stays on the host is a list of addresses: bytes are read by DALI where they lie, and a run's pictures, one block of
-device memory, go in one copy to the slot, or to memory that the reader lent, where their places follow each other there.
+device memory, go in one copy to the slot, or to memory that the reader lent, where their places follow each other.
 Into page-locked slots (`device.py`) that runs at the bus's speed and takes no processor time.
 """
 
@@ -37,8 +37,9 @@ class PipelineDecoder:
     ) -> list[Size] | None:
         """Write `regions` (top, left, bottom, right; EXIF applied) of the pictures, resized to the bucket, to `places`.
 
-        `places` are C-contiguous `[bucket.height, bucket.width, 3]`, or lie on the GPU. Returns the (height, width) that
-        each picture was decoded to before its resize, or None when the run failed and nothing is known of its members.
+        `places` are C-contiguous `[bucket.height, bucket.width, 3]`, or lie on the GPU. Returns the (height, width)
+        that each picture was decoded to before its resize, or None when the run failed and nothing is known of its
+        members.
         """
         try:
             pixels, shapes = self._run(blobs, np.array(regions, np.float32), bucket)

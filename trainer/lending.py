@@ -68,10 +68,9 @@ class GpuAllocation:
         self.tensor = torch.as_tensor(self, device=torch.device("cuda", gpu.index))
 
     def free(self) -> None:
-        """Give the memory back. Once is enough."""
-        address, self._address = self._address, 0
-        if address:
-            self._gpu.free(address)
+        """Give the memory back; every tensor over it is void. The last reference to `tensor` ends with it."""
+        self.tensor = torch.empty(0)
+        self._gpu.free(self._address)
 
 
 class LentMemory:
