@@ -1,8 +1,9 @@
 """A decode worker process: `python -m dataloader_svc.worker SOCKET_FD SETUP_FD LOG_FD`. Started by pool.py only.
 
 It reads its Setup from the memory file and warms up; at Begin it opens the index and the slots and says Ready; then it
-answers each Task with a Done after filling its slot. It may die at any time without harm to the daemon. It ends when
-the socket does, and the kernel kills it when the daemon dies, so none outlives a `kill -9` of its parent.
+answers each Task with a Done after filling its slot, on a GPU two at a time (`hands.py`). It may die at any time
+without harm to the daemon. It ends when the socket does, and the kernel kills it when the daemon dies, so none outlives
+a `kill -9` of its parent.
 """
 
 import contextlib
@@ -20,12 +21,14 @@ import msgspec
 import numpy as np
 import soundfile
 
+from dataloader_svc import device
 from dataloader_svc.decode import Decoder, check_device
 from dataloader_svc.fill import Filler
+from dataloader_svc.hands import Hands
 from dataloader_svc.index import Index
 from dataloader_svc.native import Said, silence
 from dataloader_svc.store import Reader, Store
-from dataloader_svc.tasks import PACKET_BYTES, Begin, Progress, Ready, Refused, Report, Setup, Task
+from dataloader_svc.tasks import PACKET_BYTES, Begin, Done, Progress, Ready, Refused, Report, Setup, Task, hands
 from shared.batch import Bucket
 from shared.errors import ConfigError, DataError, MillstreamError, SampleError
 from shared.slots import Segment
@@ -70,8 +73,11 @@ def _die_with_parent() -> None:
 
 def _serve(setup: Setup, channel: socket.socket, said: Said) -> None:
     check_device(setup.loader)
-    decoder = Decoder(setup.data, setup.loader, said)
-    warm_up(decoder)
+    if setup.loader.device == "gpu":
+        device.wait_asleep(setup.loader.gpu_id)
+    decoders = [Decoder(setup.data, setup.loader, said) for _ in range(hands(setup.loader))]
+    for decoder in decoders:
+        warm_up(decoder)
     if not (packet := channel.recv(PACKET_BYTES)):
         return
     begin, store = _begin.decode(packet), Store.of(setup.loader)
@@ -79,12 +85,22 @@ def _serve(setup: Setup, channel: socket.socket, said: Said) -> None:
     index = Index.open(setup.shards, setup.data, folder, store, ask=False)
     reader = Reader(store, expected=index.fingerprints)
     segment = Segment.attach(begin.segment, begin.slots, begin.slot_bytes)
-    filler = Filler(setup.data, index, reader, decoder, setup.loader.threads)
+    if setup.loader.device == "gpu":
+        device.page_lock(segment.array, setup.loader.gpu_id)
+    fillers = [Filler(setup.data, index, reader, decoder, setup.loader.threads) for decoder in decoders]
     _send(channel, Ready())
-    while packet := channel.recv(PACKET_BYTES):
-        task = _task.decode(packet)
-        announce = partial(_announce, channel, task.id)
-        _send(channel, filler.fill(task, segment.payload(task.slot), announce))
+    fills = [partial(_fill, channel, segment, filler) for filler in fillers]
+    stop = partial(channel.shutdown, socket.SHUT_RD)
+    Hands(fills, partial(_next_task, channel), partial(_send, channel), stop).serve()
+
+
+def _next_task(channel: socket.socket) -> Task | None:
+    packet = channel.recv(PACKET_BYTES)
+    return _task.decode(packet) if packet else None
+
+
+def _fill(channel: socket.socket, segment: Segment, filler: Filler, task: Task) -> Done:
+    return filler.fill(task, segment.payload(task.slot), partial(_announce, channel, task.id))
 
 
 def _announce(channel: socket.socket, task_id: int, sample_id: int) -> None:
