@@ -11,6 +11,7 @@ dynamic mode. On a GPU a micro-batch is one run of a pipeline; when that fails, 
 
 import ctypes
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ if _torch is None:
 
 # OpenCV's bilinear filter takes a seventh of its area filter's time. Until here it is as near to an antialiased resize.
 BY_AREA_FROM = 1.5
+
+# What native decoders print goes to one file of the process: only one decoder may be at it while it is read.
+LISTENING = threading.Lock()
 
 
 class Decoder:
@@ -97,10 +101,11 @@ class Decoder:
             if done is not None:
                 return [_as_promised(*each) for each in zip(places, done, facts, strict=True)]
         decode = decode_smaller if self._loader.jpeg == "reduced" else decode_one
-        self._said()
         direct = [place if isinstance(place, np.ndarray) else None for place in places]
-        found = self._crew.map(decode, blobs, facts, [bucket] * len(blobs), direct)
-        judged = self._judged(found, blobs, facts, bucket) if jpeg.damage(self._said()) else found
+        with LISTENING:
+            self._said()
+            found = self._crew.map(decode, blobs, facts, [bucket] * len(blobs), direct)
+            judged = self._judged(found, blobs, facts, bucket) if jpeg.damage(self._said()) else found
         return [_placed(*each) for each in zip(judged, places, strict=True)]
 
     def _judged(

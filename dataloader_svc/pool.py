@@ -6,13 +6,14 @@ sample at a time; the sample under decode at the next death is convicted and ski
 """
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,11 +32,12 @@ from dataloader_svc.tasks import (
     Report,
     Setup,
     Task,
+    hands,
 )
 from shared.errors import ConfigError, DataError, MillstreamError
 from shared.telemetry import logger
 
-MAX_IN_FLIGHT = 2
+WAITING = 1
 DEATHS_BEFORE_CARE = 2
 MAX_FRUITLESS_STARTS = 8
 STOP_S = 2.0
@@ -60,7 +62,7 @@ class Job:
 
 
 class Worker:
-    """One live process and what it was given, oldest first: a worker fills one task after the other."""
+    """One live process and what it was given, oldest first, as it is reported; `hands` of them are under way."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", channel: socket.socket, stderr_fd: int, now: float) -> None:
         self.process, self.channel, self.stderr_fd = process, channel, stderr_fd
@@ -180,7 +182,7 @@ class WorkerPool:
             worker.channel.send(_encode(begin))
 
     def _feed(self) -> None:
-        for load in range(MAX_IN_FLIGHT):
+        for load in range(hands(self._setup.loader) + WAITING):
             for worker in self._workers:
                 if self._queue and worker.ready and len(worker.jobs) == load:
                     self._give(worker, self._queue.popleft())
@@ -241,8 +243,8 @@ class WorkerPool:
         text = f" (its last words: {words})" if words else ""
         log.warning("worker %d is gone (%s, exit code %d); another takes over%s", worker.process.pid, cause, code, text)
         metrics.WORKER_RESTARTS.labels(cause).inc()
-        if worker.jobs:
-            self._blame(worker.jobs[0], worker.announced)
+        for job in under_way(worker.jobs, hands(self._setup.loader)):
+            self._blame(job, worker.announced)
         self._queue.extendleft(reversed(worker.jobs))
         self._back_off()
 
@@ -261,6 +263,16 @@ class WorkerPool:
         if self._fruitless > MAX_FRUITLESS_STARTS:
             raise MillstreamError(f"decode workers died {self._fruitless} times in a row without filling a batch")
         self._restart_at = time.monotonic() + min(2.0, 0.05 * 2**self._fruitless)
+
+
+def under_way(jobs: Iterable[Job], hands: int) -> list[Job]:
+    """Those that a worker with so many hands may have begun: its oldest, and a careful one only when it is alone."""
+    begun: list[Job] = []
+    for job in itertools.islice(jobs, hands):
+        if begun and (job.task.careful or begun[-1].task.careful):
+            break
+        begun.append(job)
+    return begun
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> int:

@@ -9,6 +9,7 @@ from dataloader_svc.shards import Shard
 from shared.sections import DataSection, LoaderSection
 
 PACKET_BYTES = 1 << 17
+HANDS_WITH_GPU = 2
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -18,6 +19,11 @@ class Setup(msgspec.Struct, frozen=True):
     loader: LoaderSection
     shards: tuple[Shard, ...]
     index_dir: str | None
+
+
+def hands(loader: LoaderSection) -> int:
+    """How many tasks a worker does at a time: on a GPU one is read and laid out while another is decoded."""
+    return HANDS_WITH_GPU if loader.device == "gpu" else 1
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

@@ -1,8 +1,8 @@
 """Tars of JPEG pictures as heavy as photographs, made on the spot in seconds: noise whose spectrum falls as theirs.
 
 Amplitudes fall as frequency^-SLOPE (photographs: about -1.2, Burton and Moorhead 1987, and steeper with a camera's
-blur). At quality 88 that makes 80 kB of 640x480 and 150 kB of 1024x768. Some hundred are distinct; they come again under
-other keys.
+blur). At quality 88 that makes 80 kB of 640x480 and 150 kB of 1024x768. Some hundred are distinct; they come again
+under other keys.
 """
 
 import io
