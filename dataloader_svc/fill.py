@@ -1,13 +1,13 @@
 """A task becomes a filled slot: read, decode, substitute, lay out. Deterministic: the same task gives the same bytes.
 
-A sample that fails gives its place to the first spare that decodes and whose planned tokens fit in its room; without
-one the micro-batch is a sample shorter. Samples that made it stand side by side from slot row 0; every byte of the
-payload is written, because slots are used again.
+A picture is decoded into the row of its place in the task, of the slot or of memory that the reader lent. A sample
+that fails gives its place to the first spare that decodes and whose planned tokens fit in its room; without one the
+micro-batch is a sample shorter, and those behind move up. Samples that made it stand side by side from row 0; every
+byte of the payload is written, because slots are used again, but for pixels that lie elsewhere.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,24 +17,28 @@ import xxhash
 from numpy.typing import NDArray
 
 from dataloader_svc import text
-from dataloader_svc.bucket import clip_tokens
-from dataloader_svc.decode import Decoder, Pixels
-from dataloader_svc.index import Index
+from dataloader_svc.crew import Crew
+from dataloader_svc.decode import Decoder
+from dataloader_svc.index import Index, Row
+from dataloader_svc.lent import LentParts
+from dataloader_svc.rows import DeviceRows, HostRows, Place, Rows
 from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Task, Timings, Verdict
-from shared.batch import BatchSpec, Group, audio_tokens, batch_spec, groups
-from shared.errors import SampleError
+from shared.batch import PIXELS, BatchSpec, Group, audio_tokens, batch_spec, groups
+from shared.errors import DeviceError, SampleError
 from shared.sections import DataSection
 
 CHECKSUM_BITS = 63
 
 Announce = Callable[[int], None]
 NO_CLIP = np.zeros(0, np.int16)
+CONVICTED = SampleError("decoder_crash", "the decoder process dies of it")
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """The bytes of one sample's members."""
+    """The bytes of one sample's members, and what the index tells of it."""
 
+    row: Row
     image: bytes
     audio: bytes
     text: bytes
@@ -45,10 +49,9 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """One sample, ready to be laid out; an empty clip where it has none."""
+    """One sample, ready to be laid out, but for its pixels, which are in their row. An empty clip where it has none."""
 
     sample_id: int
-    pixels: Pixels | None
     clip: NDArray[np.int16]
     caption: list[int]
 
@@ -57,14 +60,25 @@ Outcome = Decoded | SampleError
 
 
 class Filler:
-    """Fills payloads for one worker. `index`, `reader` and `decoder` are only used, never closed."""
+    """Fills payloads for one worker. `index`, `reader` and `decoder` are only used, never closed.
 
-    def __init__(self, data: DataSection, index: Index, reader: Reader, decoder: Decoder, threads: int) -> None:
-        self._data, self._index, self._reader, self._decoder = data, index, reader, decoder
+    `lent` has the memory for pixels of tasks with a target, where the worker has a GPU.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        index: Index,
+        reader: Reader,
+        decoder: Decoder,
+        threads: int,
+        lent: LentParts | None = None,
+    ) -> None:
+        self._data, self._index, self._reader, self._decoder, self._lent = data, index, reader, decoder, lent
         self._tokenizer = text.Tokenizer.load(data.text.tokenizer)
         self._groups = groups(data)
         self._specs = tuple(batch_spec(group) for group in self._groups)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="read")
+        self._crew = Crew(threads, "read")
 
     def fill(self, task: Task, payload: NDArray[np.uint8], announce: Announce) -> Done:
         """Write the task's micro-batch into `payload` (uint8, at least the group's size) and report.
@@ -73,98 +87,117 @@ class Filler:
 
         Raises:
             ShardError: a shard cannot be read. A stand-in would change the batch, so the task fails as a whole.
+            DeviceError: the GPU cannot be used any more.
         """
-        run = _Run(task, announce)
-        kept = list(self._kept(run, self._groups[task.group]))
-        started = time.perf_counter()
-        counts = self._lay_out(kept, self._groups[task.group], payload)
-        spec = self._specs[task.group]
-        checksum = xxhash.xxh3_64_intdigest(payload[: spec.size_bytes].data) & ((1 << CHECKSUM_BITS) - 1)
-        timings = Timings(run.read_s, run.decode_s, time.perf_counter() - started)
-        ids = tuple(sample.sample_id for sample in kept)
-        substituted = sum(1 for i in ids if i not in task.sample_ids)
-        report = Done(task.id, checksum, counts, ids, substituted, tuple(run.verdicts), timings, run.read_bytes)
-        retries, fetched_bytes = self._reader.store.tally.take()
-        return msgspec.structs.replace(report, retries=retries, fetched_bytes=fetched_bytes)
+        if self._lent and task.target and (rows := self._lent.rows(task.target, self._specs[task.group].pixels)):
+            try:
+                return self._fill(task, payload, announce, rows)
+            except DeviceError as error:
+                self._lent.give_up(task.target, error)
+        return self._fill(task, payload, announce, None)
 
     def close(self) -> None:
         """Stop the threads."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._crew.close()
 
-    def _kept(self, run: "_Run", group: Group) -> Iterator[Decoded]:
-        """The planned samples that are good, each bad one replaced where a spare can."""
+    def _fill(self, task: Task, payload: NDArray[np.uint8], announce: Announce, lent: DeviceRows | None) -> Done:
+        group, spec = self._groups[task.group], self._specs[task.group]
+        fields = views(spec, payload)
+        rows: Rows = lent or HostRows(fields[PIXELS])
+        run = _Run(task, group, rows, announce)
+        kept = dict(self._kept(run))
+        started = time.perf_counter()
+        rows.close_ranks(list(kept) if group.bucket else [])
+        counts = self._lay_out(list(kept.values()), group, fields)
+        hashed = task.target is not None and task.target.hashed
+        if lent and hashed:
+            lent.read(fields[PIXELS])
+        checksum = _checksum(payload, spec, without_pixels=lent is not None and not hashed)
+        timings = Timings(run.read_s, run.decode_s, time.perf_counter() - started)
+        ids = tuple(sample.sample_id for sample in kept.values())
+        substituted = sum(1 for i in ids if i not in task.sample_ids)
+        report = Done(task.id, checksum, counts, ids, substituted, tuple(run.verdicts), timings, run.read_bytes)
+        retries, fetched_bytes = self._reader.store.tally.take()
+        told = {"retries": retries, "fetched_bytes": fetched_bytes, "on_device": lent is not None}
+        return msgspec.structs.replace(report, **told)
+
+    def _kept(self, run: "_Run") -> Iterator[tuple[int, Decoded]]:
+        """Places of the task and their samples: the planned ones that are good, others replaced where a spare can."""
         ids = run.task.sample_ids
-        for sample_id, outcome in zip(ids, self._try(ids, group, run), strict=True):
-            found = outcome if isinstance(outcome, Decoded) else self._substitute(sample_id, group, run)
+        for place, outcome in enumerate(self._try(ids, 0, run)):
+            found = outcome if isinstance(outcome, Decoded) else self._substitute(ids[place], place, run)
             if found:
-                yield found
+                yield place, found
 
-    def _substitute(self, sample_id: int, group: Group, run: "_Run") -> Decoded | None:
-        room = self._planned_tokens(sample_id, group)
-        for spare in [i for i in run.spares if self._planned_tokens(i, group) <= room]:
+    def _substitute(self, sample_id: int, place: int, run: "_Run") -> Decoded | None:
+        room = self._planned_tokens(sample_id, run.group)
+        for spare in [i for i in run.spares if self._planned_tokens(i, run.group) <= room]:
             run.spares.remove(spare)
-            outcome = self._try([spare], group, run)[0]
+            outcome = self._try([spare], place, run)[0]
             if isinstance(outcome, Decoded):
                 return outcome
         return None
 
     def _planned_tokens(self, sample_id: int, group: Group) -> int:
         row = self._index.row(sample_id)
-        return 2 + group.image_tokens + self._planned_clip_tokens(row.clip_samples, group) + row.text_tokens
+        return 2 + group.image_tokens + self._planned_clip_tokens(row, group) + row.text_tokens
 
-    def _planned_clip_tokens(self, clip_samples: int, group: Group) -> int:
-        return int(clip_tokens(group, np.array([clip_samples]), self._data.audio)[0])
+    def _planned_clip_tokens(self, row: Row, group: Group) -> int:
+        return audio_tokens(min(row.clip_samples, group.clip_samples), self._data.audio)
 
-    def _try(self, sample_ids: Sequence[int], group: Group, run: "_Run") -> list[Outcome]:
-        """Decode samples, together or (careful) one after the other; verdicts go into `run`."""
-        steps = [[i] for i in sample_ids] if run.task.careful else [list(sample_ids)]
-        outcomes = [outcome for step in steps if step for outcome in self._try_together(step, group, run)]
+    def _try(self, sample_ids: Sequence[int], first: int, run: "_Run") -> list[Outcome]:
+        """Decode samples to the places from `first` on, together or (careful) one after the other; verdicts go into
+        `run`.
+        """
+        step = 1 if run.task.careful else max(1, len(sample_ids))
+        outcomes: list[Outcome] = []
+        for at in range(0, len(sample_ids), step):
+            outcomes += self._try_together(sample_ids[at : at + step], first + at, run)
         for sample_id, outcome in zip(sample_ids, outcomes, strict=True):
             if isinstance(outcome, SampleError):
                 run.verdicts.append(Verdict(sample_id, outcome.reason, outcome.detail))
         return outcomes
 
-    def _try_together(self, sample_ids: list[int], group: Group, run: "_Run") -> list[Outcome]:
-        wanted = [i for i in sample_ids if i not in run.task.skip]
+    def _try_together(self, sample_ids: Sequence[int], first: int, run: "_Run") -> list[Outcome]:
+        wanted = [at for at, sample_id in enumerate(sample_ids) if sample_id not in run.task.skip]
+        ids = [sample_ids[at] for at in wanted]
         if run.task.careful:
-            for sample_id in wanted:
+            for sample_id in ids:
                 run.announce(sample_id)
         started = time.perf_counter()
-        found = dict(zip(wanted, self._threads.map(partial(self._read, run), wanted), strict=True))
+        samples = self._crew.map(partial(self._read, run), ids)
         read = time.perf_counter()
-        decoded = dict(zip(found, self._decode(found, group), strict=True))
-        run.spent(read - started, time.perf_counter() - read, sum(e.size_bytes for e in found.values()))
-        convicted = SampleError("decoder_crash", "the decoder process dies of it")
-        return [decoded.get(i, convicted) for i in sample_ids]
+        decoded = self._decode(
+            ids, samples, [run.rows.place(first + at) for at in wanted if run.group.bucket], run.group
+        )
+        run.spent(read - started, time.perf_counter() - read, sum(sample.size_bytes for sample in samples))
+        found = dict(zip(wanted, decoded, strict=True))
+        return [found.get(at, CONVICTED) for at in range(len(sample_ids))]
 
     def _read(self, run: "_Run", sample_id: int) -> Encoded:
         """A sample's bytes; storage that fails is no fault of the sample's, so its ShardError ends the worker."""
         row, waiting = self._index.row(sample_id), partial(run.announce, sample_id)
         spans = (row.image, row.audio, row.text)
-        return Encoded(*(self._reader.read(row.shard, *span, waiting) if span else b"" for span in spans))
+        return Encoded(row, *(self._reader.read(row.shard, *span, waiting) if span else b"" for span in spans))
 
-    def _decode(self, encoded: Mapping[int, Encoded], group: Group) -> list[Outcome]:
-        """Every sample with all of its modalities, or the first verdict against it."""
-        samples = list(encoded.values())
-        pixels: list[Any] = [None] * len(samples)
-        clips: list[Any] = [NO_CLIP] * len(samples)
+    def _decode(
+        self, ids: Sequence[int], samples: Sequence[Encoded], pixels: Sequence[Place], group: Group
+    ) -> list[Outcome]:
+        """Every sample with all of its modalities, or the first verdict against it; pictures go into `pixels`."""
+        images: Sequence[Any] = [None] * len(samples)
+        clips: Sequence[Any] = [NO_CLIP] * len(samples)
         if group.bucket:
-            pixels = self._decoder.decode_images([sample.image for sample in samples], group.bucket)
+            images = self._decoder.decode_images([sample.image for sample in samples], group.bucket, pixels)
         if group.clip_samples:
-            limits = [self._clip_limit(sample_id, group) for sample_id in encoded]
-            clips = list(self._threads.map(self._clip, samples, limits))
-        parts = zip(encoded, pixels, clips, map(self._caption, samples), strict=True)
-        return [self._joined(*part) for part in parts]
+            clips = self._crew.map(partial(self._clip, group), samples)
+        return [self._joined(*part) for part in zip(ids, images, clips, map(self._caption, samples), strict=True)]
 
-    def _clip_limit(self, sample_id: int, group: Group) -> int:
-        """Samples of the clip that the plan has room for: a header may promise fewer than the decoder gives.
+    def _clip(self, group: Group, sample: Encoded) -> NDArray[np.int16] | SampleError:
+        """The clip, no longer than the plan has room for: a header may promise fewer samples than the decoder gives.
 
-        0 without a clip: such a sample may ride in a group of samples with one.
+        None at all where the plan has none: such a sample may ride in a group of samples with one.
         """
-        planned = self._planned_clip_tokens(self._index.row(sample_id).clip_samples, group)
-        return planned * self._data.audio.samples_per_token
-
-    def _clip(self, sample: Encoded, limit: int) -> NDArray[np.int16] | SampleError:
+        limit = self._planned_clip_tokens(sample.row, group) * self._data.audio.samples_per_token
         return self._decoder.decode_audio(sample.audio, limit) if limit else NO_CLIP
 
     def _caption(self, sample: Encoded) -> list[int] | SampleError:
@@ -175,18 +208,16 @@ class Filler:
         return self._tokenizer.encode(words)[: self._data.text.max_tokens]
 
     @staticmethod
-    def _joined(sample_id: int, pixels: Any, clip: Any, caption: Any) -> Outcome:
-        verdict = next((part for part in (pixels, clip, caption) if isinstance(part, SampleError)), None)
-        return verdict or Decoded(sample_id, pixels, clip, caption)
+    def _joined(sample_id: int, image: Any, clip: Any, caption: Any) -> Outcome:
+        verdict = next((part for part in (image, clip, caption) if isinstance(part, SampleError)), None)
+        return verdict or Decoded(sample_id, clip, caption)
 
     def _lay_out(
-        self, kept: Sequence[Decoded], group: Group, payload: NDArray[np.uint8]
+        self, kept: Sequence[Decoded], group: Group, fields: Mapping[str, NDArray[Any]]
     ) -> tuple[int, int, int, int, int]:
-        fields = views(self._specs[group.id], payload)
         clips = [sample.clip for sample in kept] if group.clip_samples else []
         parts = [text.Part(s.caption, audio_tokens(len(s.clip), self._data.audio)) for s in kept]
         tokens, labels = text.assemble(fields, parts, group, self._tokenizer)
-        _write_rows(fields["pixels_NHWC"], [s.pixels for s in kept if s.pixels is not None])
         _write_rows(fields["clips_MS"], clips)
         _write_rows(fields["clip_lengths_M"], [np.int32(len(clip)) for clip in clips])
         heard = sum(1 for clip in clips if len(clip))
@@ -196,8 +227,8 @@ class Filler:
 class _Run:
     """What one task has cost and found so far."""
 
-    def __init__(self, task: Task, announce: Announce) -> None:
-        self.task, self.announce = task, announce
+    def __init__(self, task: Task, group: Group, rows: Rows, announce: Announce) -> None:
+        self.task, self.group, self.rows, self.announce = task, group, rows, announce
         self.spares = list(task.spares)
         self.verdicts: list[Verdict] = []
         self.read_s = self.decode_s = 0.0
@@ -219,6 +250,15 @@ def views(spec: BatchSpec, payload: NDArray[np.uint8]) -> dict[str, NDArray[Any]
         fields[field.name] = payload[field.offset : end].view(field.dtype).reshape(field.shape)
     payload[end : spec.size_bytes] = 0
     return fields
+
+
+def _checksum(payload: NDArray[np.uint8], spec: BatchSpec, without_pixels: bool) -> int:
+    """xxh3-64, less its top bit, of the payload or of what stands before and after its pixels."""
+    start = spec.pixels.offset
+    end = start + spec.pixels.size_bytes if without_pixels else start
+    digest = xxhash.xxh3_64(payload[:start].data)
+    digest.update(payload[end : spec.size_bytes].data)
+    return digest.intdigest() & ((1 << CHECKSUM_BITS) - 1)
 
 
 def _write_rows(out: NDArray[Any], rows: Sequence[Any]) -> None:

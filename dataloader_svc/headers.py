@@ -9,14 +9,16 @@ import re
 import struct
 from collections.abc import Callable
 
+import msgspec
 import soundfile
 from PIL import Image, JpegImagePlugin, PngImagePlugin
 
+from dataloader_svc import exif, jpeg_header
 from shared.errors import SampleError
 from shared.sections import AudioSection, ImageSection
 
 TAIL_BYTES = 64
-ORIENTATION = 0x0112
+UPRIGHT = 1
 TURNED = (5, 6, 7, 8)
 UNKNOWN_FRAMES = 1 << 60
 
@@ -43,8 +45,35 @@ _UNSUPPORTED = {
 Size = tuple[int, int]
 
 
+class ImageFacts(msgspec.Struct, frozen=True):
+    """Height and width in pixels, as shown; `orientation` is EXIF's, 1 (upright) to 8."""
+
+    height: int
+    width: int
+    orientation: int = UPRIGHT
+
+    @property
+    def size(self) -> Size:
+        return self.height, self.width
+
+    @property
+    def turned(self) -> bool:
+        """Whether rows are shown as columns."""
+        return self.orientation in TURNED
+
+    @property
+    def stored(self) -> Size:
+        """Height and width as the file has them, before orientation."""
+        return (self.width, self.height) if self.turned else (self.height, self.width)
+
+
 def image_size(data: bytes, limits: ImageSection = IMAGE_LIMITS) -> Size:
-    """(height, width) in pixels, as shown, of a whole JPEG, PNG or WebP.
+    """(height, width) in pixels, as shown; raises as `image_facts`."""
+    return image_facts(data, limits).size
+
+
+def image_facts(data: bytes, limits: ImageSection = IMAGE_LIMITS) -> ImageFacts:
+    """What the header of a whole JPEG, PNG or WebP tells.
 
     Raises:
         SampleError: `junk_image`, `unsupported_format`, `truncated_image` (no end marker, or shorter than it says),
@@ -58,17 +87,13 @@ def image_size(data: bytes, limits: ImageSection = IMAGE_LIMITS) -> Size:
         raise SampleError("image_too_large", f"{width}x{height} pixels, over {limits.max_pixels}")
     if max(width, height) > limits.max_ratio * min(width, height):
         raise SampleError("odd_ratio", f"{width}x{height}, over {limits.max_ratio:g}:1")
-    return (width, height) if orientation in TURNED else (height, width)
+    shown = (width, height) if orientation in TURNED else (height, width)
+    return ImageFacts(*shown, orientation)
 
 
 def is_jpeg(data: bytes) -> bool:
     """Whether the bytes begin as a JPEG's do."""
     return data.startswith(b"\xff\xd8\xff")
-
-
-def orientation(data: bytes) -> int:
-    """EXIF orientation, 1 to 8, of what `image_size` accepts."""
-    return _parser(data)(data)[2]
 
 
 def audio_info(data: bytes, limits: AudioSection = AUDIO_LIMITS) -> tuple[int, int, int]:
@@ -108,7 +133,7 @@ def _parser(data: bytes) -> Parser:
 
 
 def _jpeg(data: bytes) -> tuple[int, int, int]:
-    found = _by_pillow(JpegImagePlugin.JpegImageFile, data)
+    found = jpeg_header.frame(data) or _by_pillow(JpegImagePlugin.JpegImageFile, data)
     if b"\xff\xd9" not in _tail(data) and not _jpeg_ends(data):
         raise SampleError("truncated_image", f"JPEG of {len(data)} bytes without its end marker")
     return found
@@ -156,7 +181,7 @@ def _by_pillow(kind: Callable[[io.BytesIO], Image.Image], data: bytes) -> tuple[
     try:
         with kind(io.BytesIO(data)) as image:
             width, height = image.size
-            return width, height, _orientation(image.info.get("exif", b""))
+            return width, height, exif.shown(image.info.get("exif", b""))
     except Exception as error:
         raise SampleError("junk_image", f"header cannot be read ({error})") from None
 
@@ -178,7 +203,7 @@ def _webp(data: bytes) -> tuple[int, int, int]:
         sides = [side & 0x3FFF for side in struct.unpack("<HH", body[6:10])]
     else:
         raise SampleError("junk_image", f"WebP with chunk {kind!r} first")
-    return sides[0], sides[1], _orientation(_riff_chunk(data, b"EXIF")) if kind == b"VP8X" else 1
+    return sides[0], sides[1], exif.shown(_riff_chunk(data, b"EXIF")) if kind == b"VP8X" else 1
 
 
 def _riff_chunk(data: bytes, wanted: bytes) -> bytes:
@@ -189,15 +214,3 @@ def _riff_chunk(data: bytes, wanted: bytes) -> bytes:
             return data[at + 8 : at + 8 + size]
         at += 8 + size + size % 2
     return b""
-
-
-def _orientation(block: bytes) -> int:
-    """EXIF orientation, or 1 (upright) where there is none or it cannot be read, as decoders take it."""
-    if not block:
-        return 1
-    exif = Image.Exif()
-    try:
-        exif.load(block)
-        return int(exif.get(ORIENTATION, 1))
-    except Exception:
-        return 1

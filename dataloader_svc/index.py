@@ -7,8 +7,9 @@ column: then the five that planning needs are in memory, 21 bytes a sample, for 
 import hashlib
 import threading
 import weakref
+from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
@@ -33,6 +34,7 @@ from shared.sections import DataSection
 __all__ = ["BuildReport", "Index", "Problem", "Row", "build"]
 
 MAX_OPEN = 256
+FACTS = ("height", "width", "frames", "rate_hz", "channels", "characters", "tokens")
 Span = tuple[int, int]
 Array = npt.NDArray[Any]
 
@@ -79,7 +81,7 @@ class Index:
         self, shards: Sequence[Shard], paths: Sequence[Path], headers: Sequence[Header], data: DataSection
     ) -> None:
         self.shards, self._paths, self._headers, self._data = tuple(shards), tuple(paths), tuple(headers), data
-        self._starts = np.cumsum([0, *(header.rows for header in headers)], dtype=np.int64)
+        self._starts = list(accumulate((header.rows for header in headers), initial=0))
         self._lock = threading.Lock()
         self._files: OrderedDict[int, IndexFile] = OrderedDict()
         self._columns: weakref.ref[Columns] | None = None
@@ -109,7 +111,7 @@ class Index:
         return cls(shards, paths, headers, data)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     @property
     def facts(self) -> Columns:
@@ -177,22 +179,20 @@ class Index:
             IndexError: there is no such sample.
         """
         shard, number = self._find(sample_id)
-        file = self._file(shard)
-        at = file.rows[number]
-        spans = [(int(at[f"{n}_offset"]), int(at[f"{n}_size"])) for n in ("image", "audio", "text")]
-        image, audio, text = (span if span[0] else None for span in spans)
-        names = ("height", "width", "frames", "rate_hz", "channels", "characters", "tokens")
-        facts = {name: int(at[name]) for name in names}
-        facts["clip_samples"] = int(_clip_samples(at, self._data))
-        facts["text_tokens"] = min(facts["tokens"], self._data.text.max_tokens)
-        place, reason = self.shards[shard], REASONS[int(at["verdict"])]
-        return Row(place.path, place.dataset, file.key(number), image, audio, text, **facts, reason=reason)
+        place, file = self.shards[shard], self._file(shard)
+        at = file.row(number)
+        image, audio, text = (_span(at, name) for name in ("image", "audio", "text"))
+        facts = {name: at[name] for name in FACTS}
+        facts["clip_samples"] = _clip_samples(at["frames"], at["rate_hz"], self._data)
+        facts["text_tokens"] = min(at["tokens"], self._data.text.max_tokens)
+        reason = REASONS[at["verdict"]]
+        return Row(place.path, place.dataset, file.key(at), image, audio, text, **facts, reason=reason)
 
     def name(self, sample_id: int) -> str:
         """`dataset/shard's name/key`: what people and logs call a sample."""
         shard, number = self._find(sample_id)
-        place = self.shards[shard]
-        return f"{place.dataset}/{Path(place.path).name}/{self._file(shard).key(number)}"
+        place, file = self.shards[shard], self._file(shard)
+        return f"{place.dataset}/{Path(place.path).name}/{file.key(file.row(number))}"
 
     def problems(self) -> list[Problem]:
         """Everything found wrong, shard by shard."""
@@ -209,8 +209,8 @@ class Index:
     def _find(self, sample_id: int) -> tuple[int, int]:
         if not 0 <= sample_id < len(self):
             raise IndexError(f"sample {sample_id} of {len(self)}")
-        shard = int(np.searchsorted(self._starts, sample_id, side="right")) - 1
-        return shard, sample_id - int(self._starts[shard])
+        shard = bisect_right(self._starts, sample_id) - 1
+        return shard, sample_id - self._starts[shard]
 
     def _file(self, shard: int) -> IndexFile:
         with self._lock:
@@ -250,13 +250,19 @@ def _columns(file: IndexFile, data: DataSection) -> Columns:
     rows, most = file.rows, np.uint32(data.text.max_tokens)
     if len(rows) and int(rows["verdict"].max()) >= len(REASONS):
         raise ShardError(f"an index of {len(rows)} samples holds a verdict that is none; remove it and index again")
-    clip_I, text_I = _clip_samples(rows, data), np.minimum(rows["tokens"], most)
+    clip_I = _clip_samples(rows["frames"].astype(np.int64), rows["rate_hz"].astype(np.int64), data)
+    text_I = np.minimum(rows["tokens"], most)
     return Columns(rows["height"].copy(), rows["width"].copy(), clip_I, text_I, rows["verdict"].copy())
 
 
-def _clip_samples(rows: Any, data: DataSection) -> Any:
-    """ceil(frames x common rate / own rate), of one row or of many."""
-    return -(-rows["frames"].astype(np.int64) * data.audio.rate_hz // np.maximum(rows["rate_hz"].astype(np.int64), 1))
+def _span(at: Mapping[str, int], member: str) -> Span | None:
+    offset = at[f"{member}_offset"]
+    return (offset, at[f"{member}_size"]) if offset else None
+
+
+def _clip_samples(frames: Any, rate_hz: Any, data: DataSection) -> Any:
+    """ceil(frames x common rate / own rate), of one row or of many; a row without audio has neither."""
+    return -(-frames * data.audio.rate_hz // (rate_hz + (rate_hz == 0)))
 
 
 def _joined(parts: Sequence[Columns], dataset_starts: tuple[int, ...]) -> Columns:

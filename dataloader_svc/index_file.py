@@ -9,7 +9,7 @@ import hashlib
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,13 @@ class IndexFile(msgspec.Struct, frozen=True):
     keys: bytes | memoryview
     packed_problems: bytes | memoryview
 
-    def key(self, row: int) -> str:
+    def row(self, number: int) -> dict[str, int]:
+        """A sample's fields by their names in ROW."""
+        return dict(zip(ROW.names or (), self.rows[number].item(), strict=True))
+
+    def key(self, row: Mapping[str, int]) -> str:
         """A sample's key."""
-        at, size = int(self.rows[row]["key_offset"]), int(self.rows[row]["key_size"])
+        at, size = row["key_offset"], row["key_size"]
         return str(bytes(self.keys[at : at + size]), "utf-8", "surrogateescape")
 
     def problems(self) -> list[Note]:

@@ -167,13 +167,15 @@ def _write(
 ) -> None:
     images, audio = group.image_tokens, part.audio_tokens
     head = 1 + images + audio
-    tokens = [tokenizer.bos, *[tokenizer.image] * images, *[tokenizer.audio] * audio, *part.caption, tokenizer.eos]
     first_clip_row = group.images * images + slot * group.clip_tokens
-    out["tokens_T"][at] = tokens
-    out["labels_T"][at] = [*[IGNORE] * (head - 1), *tokens[head:], IGNORE]
+    tokens, labels, features = (out[name][at] for name in ("tokens_T", "labels_T", "features_T"))
+    tokens[0], tokens[-1] = tokenizer.bos, tokenizer.eos
+    tokens[1 : 1 + images], tokens[1 + images : head] = tokenizer.image, tokenizer.audio
+    tokens[head:-1] = part.caption
+    labels[: head - 1], labels[-1] = IGNORE, IGNORE
+    labels[head - 1 : -1] = tokens[head:]
     out["positions_T"][at] = np.arange(len(tokens))
     out["segments_T"][at] = slot + 1
-    features = out["features_T"][at]
     features[:] = -1
     features[1 : 1 + images] = np.arange(slot * images, (slot + 1) * images)
     features[1 + images : head] = np.arange(first_clip_row, first_clip_row + audio)

@@ -56,11 +56,11 @@ def cpu_ms(work: Callable[[], Any]) -> float:
 def row(width: int, height: int, orientation: int) -> dict[str, str]:
     """One picture by all three paths."""
     blob = encoded(width, height, orientation)
-    size = headers.image_size(blob)
+    facts = headers.image_facts(blob)
     paths: dict[str, Callable[[], Any]] = {
         "Pillow": lambda: by_pillow(blob),
-        "full": lambda: decode.decode_one(blob, size, BUCKET),
-        "reduced": lambda: decode.decode_smaller(blob, size, BUCKET),
+        "full": lambda: decode.decode_one(blob, facts, BUCKET),
+        "reduced": lambda: decode.decode_smaller(blob, facts, BUCKET),
     }
     reference = by_pillow(blob).astype(int)
     found = {"picture": f"{width}x{height}, EXIF {orientation}"}

@@ -13,12 +13,12 @@ HOOK = f"""
 import os, sys
 if "dataloader_svc.worker" in sys.orig_argv:
     from dataloader_svc import headers
-    size = headers.image_size
-    def image_size(data, *limits):
+    facts = headers.image_facts
+    def image_facts(data, *limits):
         if {MARK!r} in data:
             os.abort()
-        return size(data, *limits)
-    headers.image_size = image_size
+        return facts(data, *limits)
+    headers.image_facts = image_facts
 """
 
 

@@ -37,7 +37,7 @@ def reduced(jpeg: bytes) -> Any:
     from shared.batch import Bucket
 
     cv2.setNumThreads(1)
-    return decode.decode_smaller(jpeg, headers.image_size(jpeg), Bucket(SIDE, SIDE))
+    return decode.decode_smaller(jpeg, headers.image_facts(jpeg), Bucket(SIDE, SIDE))
 
 
 DECODERS: dict[str, Decode] = {"pillow": pillow, "reduced": reduced}

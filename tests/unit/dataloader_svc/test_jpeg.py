@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dataloader_svc import decode, headers, jpeg
+from dataloader_svc.headers import ImageFacts
 from shared.batch import Bucket
 from shared.errors import SampleError
 from tests.support.media import photo
@@ -19,8 +20,8 @@ MEAN_TOLERANCE = 2.0
 
 def both(blob: bytes, bucket: Bucket = BUCKET) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """The picture by the reduced and by the full path."""
-    size = headers.image_size(blob)
-    found = [path(blob, size, bucket) for path in (decode.decode_smaller, decode.decode_one)]
+    facts = headers.image_facts(blob)
+    found = [path(blob, facts, bucket) for path in (decode.decode_smaller, decode.decode_one)]
     assert all(isinstance(x, np.ndarray) for x in found)
     return found[0], found[1]  # type: ignore[return-value]
 
@@ -61,7 +62,7 @@ def test_what_is_no_plain_jpeg_is_decoded_whole_bit_for_bit(blob: bytes) -> None
 
 @pytest.mark.parametrize("side", [100, 800])
 def test_a_picture_of_another_size_than_its_header_was_read_to_promise_is_refused(side: int) -> None:
-    verdict = decode.decode_smaller(photo(side, side), (side, side + 8), BUCKET)
+    verdict = decode.decode_smaller(photo(side, side), ImageFacts(side, side + 8), BUCKET)
     assert isinstance(verdict, SampleError) and verdict.reason == "size_mismatch"
 
 
@@ -89,7 +90,7 @@ def test_grey_pictures_become_rgb() -> None:
 def test_a_picture_whose_data_ends_early_is_refused_even_with_an_end_marker() -> None:
     blob = photo(800, 600)
     cut = blob[: len(blob) // 2] + b"\xff\xd9"
-    verdict = decode.decode_smaller(cut, headers.image_size(cut), BUCKET)
+    verdict = decode.decode_smaller(cut, headers.image_facts(cut), BUCKET)
     assert isinstance(verdict, SampleError) and verdict.reason == "truncated_image"
 
 
