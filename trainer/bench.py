@@ -7,6 +7,7 @@ and graphs captured, are not counted.
 import hashlib
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from trainer.engine import build_engine
 from trainer.flops import peak_tflops
 from trainer.launch import Ranks
 from trainer.log import StepLine
+from trainer.profiling import profiled
 from trainer.train import Parts, Start, Stop, build_checkpoints, build_feed, connect, one_step
 
 
@@ -60,8 +62,12 @@ class Numbers(msgspec.Struct, frozen=True):
     ranks: tuple[RankNumbers, ...]
 
 
-def bench(config: RunConfig, ranks: Ranks, warmup: int, steps: int, out: Path | None) -> None:
+def bench(
+    config: RunConfig, ranks: Ranks, warmup: int, steps: int, out: Path | None, profile: Path | None = None
+) -> None:
     """Run `warmup` + `steps` steps; rank 0 prints a table of the latter, and writes `Numbers` as JSON to `out`.
+
+    With `profile`, a folder, one step more is run, of which rank 0 writes what its kernels took.
 
     Raises:
         MillstreamError: something expected went wrong; its kind and text say what.
@@ -83,6 +89,9 @@ def bench(config: RunConfig, ranks: Ranks, warmup: int, steps: int, out: Path | 
             if taken:
                 waits_s += taken.waits_s if step >= warmup else []
                 batches += [f"{x.batch_id}:{x.checksum:016x}" for x in taken.lines] if ranks.reader == 0 else []
+        if profile:
+            more = partial(one_step, config, ranks, parts, warmup + steps, Stop())
+            profiled(more, ranks.device, profile) if ranks.is_main else more()
     every = gathered(ranks, waits_s, batches)
     if ranks.is_main:
         numbers = summarise(config, ranks, lines, warmup, every)

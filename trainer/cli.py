@@ -77,6 +77,9 @@ def bench_run(
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 20,
     out: Annotated[Path | None, typer.Option(help="A JSON file to write the numbers to as well.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A folder for one more step's kernel times and trace (rank 0).")
+    ] = None,
 ) -> None:
     """Measure a run file: step time, tokens/s, MFU, peak memory, data wait. Needs its loader daemon; saves nothing.
 
@@ -90,7 +93,7 @@ def bench_run(
     from trainer.lifeline import lifeline
 
     with lifeline(ranks, exit_code):
-        bench(run, ranks, warmup, steps, out)
+        bench(run, ranks, warmup, steps, out, profile)
     ranks.leave()
 
 

@@ -186,7 +186,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     backend = _backend(config, ranks)
     with quiet_deepspeed():
         groups, experts = _groups(ranks), _experts(ranks)
-        loss = LossFunction(groups.tensor if groups else WHOLE)
+        loss = LossFunction(groups.tensor if groups else WHOLE, compiles(config.train, ranks.device))
         model = _model(config, ranks, backend, loss, _bounds(config, ranks, backend, groups, experts))
         load_initial(model, config)
         _apply_tables(config, model, groups, experts)

@@ -7,6 +7,8 @@ The vocabulary may be cut over ranks: rank r of n has logits of tokens r V/n .. 
 are then taken over the ranks (`Vocabulary`); the logits themselves never move.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -51,10 +53,15 @@ class WholeVocabulary:
 WHOLE = WholeVocabulary()
 
 
-def token_loss(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
-    """Cross-entropies in fp32 over labels other than -100, summed, times `scale` (a scalar); 0 without labels."""
+def token_loss(
+    logits_TV: Tensor, labels_T: Tensor, scale: Tensor, vocabulary: Vocabulary = WHOLE, compiled: bool = False
+) -> Tensor:
+    """Cross-entropies in fp32 over labels other than -100, summed, times `scale` (a scalar); 0 without labels.
+
+    `compiled` fuses the passes over the logits, so that nothing [places, V] in fp32 is written to memory.
+    """
     trains = torch.is_grad_enabled() and logits_TV.requires_grad
-    total: Tensor = _CrossEntropy.apply(logits_TV, labels_T, vocabulary, trains)  # type: ignore[no-untyped-call]
+    total: Tensor = _CrossEntropy.apply(logits_TV, labels_T, vocabulary, trains, compiled)  # type: ignore[no-untyped-call]
     return total * scale
 
 
@@ -71,35 +78,54 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocabulary: Vocabulary, trains: bool) -> Tensor:
+    def forward(
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocabulary: Vocabulary, trains: bool, compiled: bool
+    ) -> Tensor:
         gradient_TV = torch.empty_like(logits_TV) if trains else None
         total = logits_TV.new_zeros((), dtype=torch.float32)
         for start in range(0, logits_TV.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
             wanted = None if gradient_TV is None else gradient_TV[part]
-            total += _chunk(logits_TV[part].float(), labels_T[part].long(), vocabulary, wanted)
+            total += _chunk(logits_TV[part], labels_T[part].long(), vocabulary, wanted, compiled)
         ctx.gradient_TV = gradient_TV
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None, None, None]:
         gradient_TV, ctx.gradient_TV = ctx.gradient_TV, None
-        return gradient_TV.mul_(outer), None, None, None
+        return gradient_TV.mul_(outer), None, None, None, None
 
 
-def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, gradient: Tensor | None) -> Tensor:
+def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, gradient: Tensor | None, compiled: bool) -> Tensor:
     """Summed loss of some places, in fp32; `gradient` [places, V], if given, is filled with its gradient."""
-    width = logits.shape[1]
-    exps = logits - vocabulary.largest(logits.amax(1))[:, None]
-    at = labels - vocabulary.rank * width
-    held = (at >= 0) & (at < width)
-    at = at.masked_fill(~held, 0)[:, None]
-    label_logits = exps.gather(1, at)[:, 0].masked_fill(~held, 0)
-    sums, label_logits = vocabulary.total(torch.stack([exps.exp_().sum(1), label_logits]))
+    sums_of: Callable[..., Tensor] = _compiled(_sums) if compiled else _sums
+    gradient_of: Callable[..., Tensor] = _compiled(_gradient) if compiled else _gradient
+    at = labels - vocabulary.rank * logits.shape[1]
+    largest = vocabulary.largest(logits.amax(1).float())
+    sums, label_logits = vocabulary.total(sums_of(logits, largest, at))
     labelled = labels != IGNORE
     if gradient is not None:
-        probs = exps.div_(sums[:, None]).scatter_add_(1, at, -held[:, None].float())
-        gradient.copy_(probs.mul_(labelled[:, None]))
+        gradient.copy_(gradient_of(logits, largest, sums, at, labelled))
     losses: Tensor = (sums.log() - label_logits).masked_fill(~labelled, 0)
     return losses.sum()
+
+
+def _sums(logits: Tensor, largest: Tensor, at: Tensor) -> Tensor:
+    """[2, places]: sums of exp(logits - largest), and the label's logit - largest (0 where `at` is outside)."""
+    apart = logits.float() - largest[:, None]
+    held = (at >= 0) & (at < logits.shape[1])
+    label_logits = apart.gather(1, at.masked_fill(~held, 0)[:, None])[:, 0].masked_fill(~held, 0)
+    return torch.stack([apart.exp().sum(1), label_logits])
+
+
+def _gradient(logits: Tensor, largest: Tensor, sums: Tensor, at: Tensor, labelled: Tensor) -> Tensor:
+    """softmax - one-hot in the logits' dtype, zeros where a place has no label."""
+    probs = (logits.float() - largest[:, None]).exp() / sums[:, None]
+    hot = torch.arange(logits.shape[1], device=logits.device) == at[:, None]
+    return ((probs - hot.float()) * labelled[:, None]).to(logits.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False)

@@ -42,13 +42,13 @@ class StepResult(msgspec.Struct, frozen=True):
 class LossFunction:
     """`token_loss` that notes which micro-batches had a loss that is not finite, and spoils their gradients."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, compiled: bool = False) -> None:
+        self._vocabulary, self._compiled = vocabulary, compiled
         self._finite: list[Tensor] = []
 
     def __call__(self, logits_TV: Tensor, targets: Targets) -> Tensor:
         """The micro-batch's loss, a scalar."""
-        loss = token_loss(logits_TV, *targets, self._vocabulary)
+        loss = token_loss(logits_TV, *targets, self._vocabulary, self._compiled)
         finite = torch.isfinite(loss)
         self._finite.append(finite)
         return loss * torch.where(finite, 1.0, math.nan)

@@ -95,14 +95,16 @@ def run(
     override: Annotated[list[str] | None, typer.Option("--set", help="run-file overrides for every layout")] = None,
     warmup: Annotated[int, typer.Option(help="steps before the timed ones; their losses count")] = 5,
     steps: Annotated[int, typer.Option(help="timed steps")] = 45,
+    limit_s: Annotated[float, typer.Option("--limit", help="seconds that a layout may take")] = 540.0,
+    profile: Annotated[bool, typer.Option(help="also write a step's kernel times, a folder a layout")] = False,
 ) -> None:
     """Measure layouts, one after the other."""
     folder.mkdir(parents=True, exist_ok=True)
     for key in only or [key for key, layout in LAYOUTS.items() if layout.devices <= torch.cuda.device_count()]:
-        began = time.monotonic()
+        began, told = time.monotonic(), folder / f"profile-{key}" if profile else None
         with tempfile.TemporaryDirectory() as scratch:
-            options = [*demo_options(data, copies, Path(scratch)), *LAYOUTS[key].options, *(override or [])]
-            found = measure(options, config, Path(scratch) / "run", warmup, steps, gpus)
+            options = [*demo_options(data, copies, folder / "data"), *LAYOUTS[key].options, *(override or [])]
+            found = measure(options, config, Path(scratch) / "run", warmup, steps, gpus, told, limit_s)
         result = Result(key, None, failure=found) if isinstance(found, str) else Result(key, *found)
         (folder / f"{key}.json").write_bytes(msgspec.json.encode(result))
         typer.echo(f"{key}, {time.monotonic() - began:.0f} s: {result.failure or in_words(result)}")

@@ -52,7 +52,14 @@ class Decoded(msgspec.Struct, frozen=True):
 
 
 def measure(
-    options: Sequence[str], config: Path, folder: Path, warmup: int, steps: int, gpus: str = ""
+    options: Sequence[str],
+    config: Path,
+    folder: Path,
+    warmup: int,
+    steps: int,
+    gpus: str = "",
+    profile: Path | None = None,
+    limit_s: float = LIMIT_S,
 ) -> tuple[Numbers, Decoded] | str:
     """Numbers of a run file with `options`, or what went wrong: the last lines that the trainer said.
 
@@ -67,14 +74,15 @@ def measure(
     where = ["--include", f"localhost:{gpus}"] if gpus else ["--num_gpus", str(world)]
     command = [*DEEPSPEED, *where, "--master_port", str(free_port()), "--module", "trainer", "bench"]
     command += ["--config", str(path), "--warmup", str(warmup), "--steps", str(steps), "--out", str(out)]
+    command += ["--profile", str(profile)] if profile else []
     device = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     log = folder / "trainer.log"
     with serving(path) as daemon, log.open("wb") as file:
         try:
-            subprocess.run(command, cwd=ROOT, env={**os.environ, **device}, stdout=file, stderr=file, timeout=LIMIT_S)
+            subprocess.run(command, cwd=ROOT, env={**os.environ, **device}, stdout=file, stderr=file, timeout=limit_s)
             counted = scrape(f"http://127.0.0.1:{page}/metrics")
         except subprocess.TimeoutExpired:
-            return f"not done after {LIMIT_S} s: " + tail(log)
+            return f"not done after {limit_s:g} s: " + tail(log)
         finally:
             daemon.terminate()
     if not out.exists():
@@ -95,9 +103,10 @@ def copied(data: Path, copies: int, folder: Path) -> list[Path]:
     """Folders that hold the same shards; links, but for the first."""
     folders = [folder / f"copy-{number}" for number in range(1, copies)]
     for each in folders:
-        each.mkdir()
-        for shard in data.glob("*.tar"):
-            (each / shard.name).symlink_to(shard)
+        if not each.exists():
+            each.mkdir(parents=True)
+            for shard in data.glob("*.tar"):
+                (each / shard.name).symlink_to(shard)
     return [data, *folders]
 
 
@@ -142,6 +151,8 @@ def main(
     warmup: Annotated[int, typer.Option(help="steps before the measured ones")] = 4,
     steps: Annotated[int, typer.Option(help="measured steps")] = 12,
     long_steps: Annotated[int, typer.Option(help="steps of the variant that shows the loss")] = 500,
+    gpus: Annotated[str, typer.Option(help="the device, such as 1; the first one without")] = "",
+    profile: Annotated[Path | None, typer.Option(help="folder for a step's kernel times, one folder a variant")] = None,
 ) -> None:
     """Measure and write a dated table."""
     found: dict[str, Any] = {}
@@ -150,7 +161,9 @@ def main(
         for key in only or VARIANTS:
             variant = VARIANTS[key]
             counts = (0, long_steps) if variant.long else (warmup, steps)
-            result = measure([*options, *variant.options], config, Path(folder) / key, *counts)
+            result = measure(
+                [*options, *variant.options], config, Path(folder) / key, *counts, gpus, profile and profile / key
+            )
             found[variant.name] = result if isinstance(result, str) else result[0]
             typer.echo(f"{variant.name}: {said(found[variant.name])}")
     rows = [row(name, numbers) for name, numbers in found.items() if isinstance(numbers, Numbers)]

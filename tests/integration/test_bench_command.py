@@ -15,12 +15,13 @@ pytestmark = pytest.mark.slow
 def test_bench_prints_speed_utilisation_memory_and_waits_and_saves_nothing(tmp_path: Path) -> None:
     config, _ = make_run(tmp_path, samples=48, shards=2)
     with serving(config):
-        flags = ("--warmup", "1", "--steps", "3", "--set=train.peak_tflops=0.02")
+        flags = ("--warmup", "1", "--steps", "3", "--set=train.peak_tflops=0.02", f"--profile={tmp_path}/profile")
         run = Trainer(config, tmp_path / "bench", *flags, command="bench").finish()
     rows = dict(re.findall(r"│ (.+?) +│ (.+?) +│", run.log))
     assert float(rows["tokens/s, without padding"].replace(",", "")) > 0
     assert 0 < float(rows["MFU of 0.02 TFLOP/s a device"].rstrip("%")) < 100
     assert {"step time, median and p95", "samples/s", "global batches", "rank 0: peak memory"} <= set(rows)
+    assert "aten::mm" in (tmp_path / "profile" / "kernels.txt").read_text()
     assert [path.name for path in run.run_dir.iterdir()] == [run.log_path.name]
 
 

@@ -51,6 +51,19 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(each, found[0])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own compiler imports it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_loss_is_the_eager_one(dtype: torch.dtype) -> None:
+    logits, labels = (9 * torch.randn(70, 33)).to(dtype).requires_grad_(), torch.randint(-1, 33, (70,))
+    labels[labels < 0] = -100
+    found = []
+    for compiled in (False, True):
+        loss = token_loss(logits, labels, torch.tensor(0.5), compiled=compiled)
+        found.append((loss.detach(), *torch.autograd.grad(loss, logits)))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_half_precision_logits_get_gradients_of_their_own_dtype() -> None:
     logits, labels = torch.randn(40, 11).bfloat16().requires_grad_(), torch.randint(0, 11, (40,))
     wanted = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
