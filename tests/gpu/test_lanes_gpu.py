@@ -31,7 +31,7 @@ def daemon(tmp_path: Path, config: RunConfig) -> Iterator[FakeDaemon]:
 
 
 def test_a_copy_from_a_landing_slot_waits_for_nobody(daemon: FakeDaemon, config: RunConfig) -> None:
-    """It is queued behind a kernel that takes a tenth of a second; from pageable memory the call would wait for that."""
+    """It is queued behind a kernel of a tenth of a second; from pageable memory the call would wait for that."""
     with LoaderClient(daemon.endpoint, lane="tcp", verify=True) as client:
         for _ in range(8):
             batch = next(client)
