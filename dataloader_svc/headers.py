@@ -46,7 +46,7 @@ Size = tuple[int, int]
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
-    """Height and width in pixels, as shown; `orientation` is EXIF's, 1 to 8, others upright."""
+    """Height and width in pixels, as shown; `orientation` is EXIF's, 1 (upright) to 8."""
 
     height: int
     width: int

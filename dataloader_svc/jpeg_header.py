@@ -49,10 +49,12 @@ def _segment(data: bytes, at: int) -> tuple[int, int] | None:
 
 
 def _sides(data: bytes, at: int, end: int) -> tuple[int, int] | None:
+    """(width, height) of a frame header (T.81, B.2.2)."""
     if end - at < 10:
         return None
     bits, height, width, layers = struct.unpack_from(">BHHB", data, at + 4)
-    return (width, height) if bits == 8 and layers in LAYERS and end - at == 10 + 3 * layers else None
+    usual = bits == 8 and layers in LAYERS and end - at == 10 + 3 * layers and width and height
+    return (width, height) if usual else None
 
 
 def _passable(code: int, data: bytes, at: int, end: int) -> bool:

@@ -20,7 +20,7 @@ from dataloader_svc.tasks import Done, Task, Timings
 from shared.batch import groups
 from shared.errors import ShardError
 from tests.support.daemons import make_run
-from tests.support.shop import POISON, Shop, task_of
+from tests.support.filling import POISON, Shop, task_of
 
 BOUND_S = 20.0
 

@@ -26,8 +26,8 @@ from shared.sections import RunConfig
 from shared.slots import SlotPool
 from tests.support.crash import deadly_photo, install
 from tests.support.daemons import ROOT, alive, make_run, make_run_file, wait_until
-from tests.support.media import photo, tone, write_tar
-from tests.support.shop import POISON, Shop, task_of
+from tests.support.filling import POISON, Shop, damaged_run, rotten_png, task_of
+from tests.support.media import tone, write_tar
 
 
 @pytest.fixture(scope="module")
@@ -139,23 +139,6 @@ def test_a_convicted_sample_is_not_touched(shop: Shop) -> None:
     assert bad not in announced
     assert bad not in done.sample_ids
     assert [(v.sample_id, v.reason) for v in done.verdicts] == [(bad, "decoder_crash")]
-
-
-def damaged_run(folder: Path, bad: bytes) -> RunConfig:
-    """Twelve pictures of one bucket with the same caption; the fifth is `bad`."""
-    (folder / "data").mkdir(parents=True)
-    members = []
-    for i in range(12):
-        members += [(f"k{i:02d}.jpg", bad if i == 4 else photo(128, 128, i)), (f"k{i:02d}.txt", b"same words")]
-    write_tar(folder / "data" / "a.tar", members)
-    return make_run_file(folder)[1]
-
-
-def rotten_png() -> bytes:
-    """A PNG with a good header and a damaged body: only decoding finds out."""
-    blob = bytearray(photo(128, 128, 1, "PNG"))
-    blob[len(blob) // 2 : len(blob) // 2 + 40] = bytes(40)
-    return bytes(blob)
 
 
 def test_a_bad_sample_is_replaced_by_the_first_spare(tmp_path: Path) -> None:

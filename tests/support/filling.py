@@ -1,6 +1,7 @@
-"""What a decode worker has, in this process: a run's index, plan and filler."""
+"""Tasks filled in this process from real tars: a run's index, plan, decoder and filler; and runs with a bad sample."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Task
 from shared.batch import Cursor, batch_spec, groups
 from shared.sections import RunConfig
+from tests.support.daemons import make_run_file
+from tests.support.media import photo, write_tar
 
 POISON = 0xFF
 
@@ -53,3 +56,20 @@ class Shop:
 
 def task_of(pack: Pack, **changes: Any) -> Task:
     return msgspec.structs.replace(Task(1, 0, pack.group, pack.sample_ids, pack.spares), **changes)
+
+
+def damaged_run(folder: Path, bad: bytes) -> RunConfig:
+    """Twelve pictures of one bucket with the same caption; the fifth is `bad`."""
+    (folder / "data").mkdir(parents=True)
+    members = []
+    for i in range(12):
+        members += [(f"k{i:02d}.jpg", bad if i == 4 else photo(128, 128, i)), (f"k{i:02d}.txt", b"same words")]
+    write_tar(folder / "data" / "a.tar", members)
+    return make_run_file(folder)[1]
+
+
+def rotten_png() -> bytes:
+    """A PNG with a good header and a damaged body: only decoding finds out."""
+    blob = bytearray(photo(128, 128, 1, "PNG"))
+    blob[len(blob) // 2 : len(blob) // 2 + 40] = bytes(40)
+    return bytes(blob)
