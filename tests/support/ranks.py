@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = ["torch", "deepspeed", "deepspeed.moe.layer", "deepspeed.pipe", "safetensors.torch", "msgspec", "yaml"]
+LIBRARIES = ["torch", "torch._dynamo", "deepspeed", "deepspeed.moe.layer", "deepspeed.pipe", "safetensors.torch"]
+LIBRARIES += [
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "msgspec",
+    "prometheus_client",
+    "rich.table",
+    "xxhash",
+    "yaml",
+]
+"""With what torch and DeepSpeed import at the first optimizer: the compiler, most of a rank's start."""
+
 AROUND = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
