@@ -7,13 +7,9 @@ use for them; alone trained or frozen. The batches are those of `test_parity`: p
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
-from shared.config import load
-from tests.support.crossing import CROSS, open_gates
+from tests.support.crossing import CROSS, open_start
 from tests.support.layouts import Run, run_layout, too_far
-from tests.support.runs import run_file
-from trainer.models import build
 
 SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 OTHERS = "[vision, audio, vision_projector, audio_projector, embedding, decoder, head]"
@@ -48,13 +44,7 @@ def run(folder: Path, mesh: tuple[int, ...], plans: str) -> dict[str, Run]:
     """Every case, from a file of weights in which the gates stand open."""
     pipe, _, tensor = mesh
     cases = CASES | (SHARED if tensor > 1 else {} if pipe > 1 else SHARDED)
-    started = {}
-    for name, sets in cases.items():
-        path = folder / f"{name}.safetensors"
-        alone = [each for each in sets if not each.startswith("mesh.")]
-        model = build.build(load(run_file(folder, "part-{0..0}.tar"), alone), "sdpa")
-        save_file(open_gates(model).state_dict(), path)
-        started[name] = [*sets, f"train.init_from={path}"]
+    started = {name: [*sets, f"train.init_from={open_start(folder, sets)}"] for name, sets in cases.items()}
     return run_layout(folder / "run", mesh, started, plans=plans)
 
 

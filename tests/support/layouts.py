@@ -51,19 +51,33 @@ def run_layout(
 
     With `start_seed`, `start.safetensors` holds weights of it for the first case's model.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    config = run_file(folder, "part-{0..0}.tar", data=BATCH, train={"optim": {"clip": 0.25}})
+    config = make_run(folder)
     if start_seed:
         first = next(iter(cases.values()))
         start = build.build(load(config, [*first, f"train.seed={start_seed}"]), "sdpa").state_dict()
         save_file(start, folder / "start.safetensors")
-    shape = Mesh(**dict(zip(("pipe", "data", "tensor", "expert"), mesh, strict=False)))
-    degrees = [f"mesh.{axis}={degree}" for axis, degree in msgspec.structs.asdict(shape).items()]
-    cases = {name: [*sets, *degrees] for name, sets in cases.items()}
+    shape = shaped(mesh)
+    cases = {name: [*sets, *degrees(mesh)] for name, sets in cases.items()}
     task = {"config": str(config), "cases": cases, "plans": "MIXED", "steps": steps, **task}
     reports = run_ranks(program, shape.world, folder / "out", task, timeout_s=900)
     assert all(report == reports[0] for report in reports)
     return {name: Run(**reports[0][name], weights=whole_weights(folder / "out", name, shape)) for name in cases}
+
+
+def make_run(folder: Path) -> Path:
+    """The run file of every layout, in `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return run_file(folder, "part-{0..0}.tar", data=BATCH, train={"optim": {"clip": 0.25}})
+
+
+def shaped(mesh: tuple[int, ...]) -> Mesh:
+    """Degrees of pipe, data, tensor and expert, 1 for those left out."""
+    return Mesh(**dict(zip(("pipe", "data", "tensor", "expert"), mesh, strict=False)))
+
+
+def degrees(mesh: tuple[int, ...]) -> list[str]:
+    """`shaped`, as overrides."""
+    return [f"mesh.{axis}={degree}" for axis, degree in msgspec.structs.asdict(shaped(mesh)).items()]
 
 
 def whole_weights(folder: Path, case: str, mesh: Mesh) -> Weights:
