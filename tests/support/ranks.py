@@ -6,6 +6,7 @@ cost each of them seconds. Whatever happens, no process outlives the call.
 """
 
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -86,7 +87,8 @@ def server() -> ForkServerContext:
 
 
 def run_rank(module: str, environment: dict[str, str], log: str) -> None:
-    """In the forked process: become a rank."""
+    """In the forked process: become a rank, whose collections of garbage, one for each engine, pass over the libraries."""
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
