@@ -19,7 +19,7 @@ from shared.config import load
 from shared.errors import ConfigError
 from tests.bench.report import busy, dated, machine, table, today
 from tests.support.crossing import CROSS, open_start
-from tests.support.layouts import Differences, degrees, differences, make_run, run_layout
+from tests.support.layouts import EXPERTS, SGD, Differences, degrees, differences, make_run, run_layout
 from tests.support.packs import MIXED
 
 STEPS = 2
@@ -31,7 +31,7 @@ Cell = Differences | str
 
 OPTIMIZERS: Cases = {
     "fp32 AdamW": [],
-    "fp32 SGD": ["train.optim.name=sgd", "train.optim.lr=0.1"],
+    "fp32 SGD": SGD,
     "bf16 AdamW": ["train.precision=bf16"],
 }
 PLAIN: Cases = {
@@ -70,8 +70,7 @@ LAYOUTS: list[Layout] = [
 SHARE_LAYOUTS: list[Layout] = [(1, 1, 2, 1), (2, 1, 2, 1), (1, 2, 2, 1)]
 EXPERT_LAYOUTS: list[Layout] = [(1, 2, 1, 2), (2, 2, 1, 2), (1, 4, 1, 2), (1, 4, 1, 4), (1, 2, 2, 2), (2, 2, 2, 2)]
 
-EXPERTS = ["experts=4", "experts_per_token=2", "expert_mlp=64", "balance_loss=0.5", "router_z_loss=0.1"]
-MIXTURE, TIED = tuple(f"model.decoder.{each}" for each in EXPERTS), ("model.decoder.tied=true",)
+TIED = ("model.decoder.tied=true",)
 APART = [f"data.batch.micro_batches={sum(len(captions) for *_, captions in MIXED)}", "data.batch.round=1"]
 
 
@@ -87,11 +86,11 @@ class Sweep(NamedTuple):
 
 SWEEPS = [
     Sweep("Dense", [(1, 1, 1, 1), *LAYOUTS], FULL),
-    Sweep("Experts", [*LAYOUTS[:-1], *EXPERT_LAYOUTS], SOME, MIXTURE),
+    Sweep("Experts", [*LAYOUTS[:-1], *EXPERT_LAYOUTS], SOME, tuple(EXPERTS)),
     Sweep("Tied head", LAYOUTS, PLAIN, TIED),
     Sweep("Cross-attention", LAYOUTS, PLAIN, (CROSS,)),
     Sweep("Shared out over tensor ranks", SHARE_LAYOUTS, SHARED),
-    Sweep("Shared out over tensor ranks, experts", SHARE_LAYOUTS, SHARED, MIXTURE),
+    Sweep("Shared out over tensor ranks, experts", SHARE_LAYOUTS, SHARED, tuple(EXPERTS)),
     Sweep("Every sample padded in a pack of its own", [(1, 1, 1, 1)], PLAIN, apart=True),
 ]
 

@@ -87,7 +87,7 @@ def server() -> ForkServerContext:
 
 
 def run_rank(module: str, environment: dict[str, str], log: str) -> None:
-    """In the forked process: become a rank, whose collections of garbage, one for each engine, pass over the libraries."""
+    """In the forked process: become a rank. DeepSpeed collects garbage for each engine; libraries are none."""
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
