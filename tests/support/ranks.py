@@ -11,12 +11,13 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import time
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ["torch", "torch._dynamo", "deepspeed", "deepspeed.moe.layer", "deepspeed.pipe", "safetensors.torch"]
@@ -115,10 +116,3 @@ def kill_ranks(processes: list[ForkServerProcess]) -> None:
         process.kill()
         process.join()
         process.close()
-
-
-def free_port() -> int:
-    """A TCP port of the loopback that is free now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
