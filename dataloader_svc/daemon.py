@@ -1,9 +1,9 @@
 """The daemon's life: the order in which parts start and stop, and the loop between.
 
-Start: config, endpoint reserved, shards; workers start to warm up; index, plan; stale segments swept, slots; workers
-begin, endpoint bound, ready. What only tables and metrics tell of the plan is reckoned meanwhile. The first signal
-drains: readers are told, no new batch is sent, and leases may return for `loader.drain_s`. A second signal ends the
-wait. Whatever happened, sockets are closed, workers ended and the segment unlinked.
+Start: config, endpoint reserved, shards, MPS where a GPU decodes; workers start to warm up; index, plan; stale segments
+swept, slots; workers begin, endpoint bound, ready. What only tables and metrics tell of the plan is reckoned
+meanwhile. The first signal drains: readers are told, no new batch is sent, and leases may return for `loader.drain_s`.
+A second signal ends the wait. Whatever happened, sockets are closed, workers ended and the segment unlinked.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from dataloader_svc import metrics
+from dataloader_svc import metrics, mps
 from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
 from dataloader_svc.jobs import build_jobs, plan_of
@@ -96,7 +96,8 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
         stack.enter_context(page)
         store = Store.of(loader)
         shards = expand(data.datasets, data.missing_shards, store)
-        workers = WorkerPool(Setup(data, loader, shards, loader.index_dir or None))
+        around = stack.enter_context(mps.sharing(loader))
+        workers = WorkerPool(Setup(data, loader, shards, loader.index_dir or None), around)
         stack.callback(workers.close)
         workers.start()
         index, quarantine, planner = load_data(config, shards, store)

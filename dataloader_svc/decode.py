@@ -1,4 +1,4 @@
-"""Encoded bytes in, arrays of one static shape out: the only door to DALI.
+"""Encoded bytes in, arrays of one static shape out: with `pipeline.py` the only door to DALI.
 
 Images become `[height, width, 3]` uint8 RGB of a bucket: EXIF applied, the largest centred region of the bucket's
 aspect ratio resized to it, each written straight into its place. Audio becomes int16 `[samples]` at the common rate
@@ -6,26 +6,27 @@ aspect ratio resized to it, each written straight into its place. Audio becomes 
 
 On a CPU every image is decoded alone in a thread: a batched decode dies with its worst member, and some headers crash
 it. A JPEG goes to libjpeg-turbo, reduced where it is much larger than its bucket (`jpeg.py`), all else to DALI's
-dynamic mode. On a GPU a micro-batch is one pipeline run; when that fails, its samples are decoded on the CPU.
+dynamic mode. On a GPU a micro-batch is one run of a pipeline; when that fails, its samples are decoded on the CPU.
 """
 
 import ctypes
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from nvidia.dali import Pipeline, fn, types
 
-from dataloader_svc import clips, headers, jpeg, native
+from dataloader_svc import clips, headers, jpeg, native, scan
 from dataloader_svc.crew import Crew
 from dataloader_svc.headers import ImageFacts
-from shared.batch import Bucket
+from dataloader_svc.pipeline import PipelineDecoder, Region, Size, last_line
+from dataloader_svc.rows import DevicePlace, Pixels, Place
+from shared.batch import Bucket, groups
 from shared.errors import ConfigError, SampleError
 from shared.sections import DataSection, LoaderSection
-from shared.telemetry import RateLimited, logger
 
 _torch = sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 from nvidia.dali.experimental import dynamic  # noqa: E402  DALI would import torch for a type: 2 s a worker
@@ -33,11 +34,11 @@ from nvidia.dali.experimental import dynamic  # noqa: E402  DALI would import to
 if _torch is None:
     del sys.modules["torch"]
 
-Pixels = NDArray[np.uint8]
-Region = tuple[int, int, int, int]
-
 # OpenCV's bilinear filter takes a seventh of its area filter's time. Until here it is as near to an antialiased resize.
 BY_AREA_FROM = 1.5
+
+# What native decoders print goes to one file of the process: only one decoder may be at it while it is read.
+LISTENING = threading.Lock()
 
 
 class Decoder:
@@ -50,16 +51,20 @@ class Decoder:
     def __init__(self, data: DataSection, loader: LoaderSection, said: native.Said = native.nothing) -> None:
         self._data, self._loader, self._said = data, loader, said
         self._crew = Crew(loader.threads, "decode")
-        self._batches = PipelineDecoder(loader.gpu_id, loader.threads) if loader.device == "gpu" else None
+        most = max(1, *(group.images for group in groups(data)))
+        self._batches = PipelineDecoder(loader.gpu_id, loader.threads, most) if loader.device == "gpu" else None
         cv2.setNumThreads(1)
 
     def decode_images(
-        self, blobs: Sequence[bytes], bucket: Bucket, places: Sequence[Pixels] | None = None
-    ) -> list[Pixels | SampleError]:
+        self, blobs: Sequence[bytes], bucket: Bucket, places: Sequence[Place] | None = None
+    ) -> list[Place | SampleError]:
         """One `[bucket.height, bucket.width, 3]` array or the verdict against it, for each of `blobs`.
 
         The arrays are those of `places`, C-contiguous and written over, or new ones. What a place holds after a
-        verdict is undefined.
+        verdict is undefined. Places may lie in the GPU's memory.
+
+        Raises:
+            DeviceError: they cannot be written there.
         """
         if places is None:
             places = list(np.empty((len(blobs), bucket.height, bucket.width, 3), np.uint8))
@@ -83,21 +88,27 @@ class Decoder:
 
     def _facts(self, blob: bytes) -> ImageFacts | SampleError:
         try:
-            return headers.image_facts(blob, self._data.image)
+            facts = headers.image_facts(blob, self._data.image)
         except SampleError as error:
             return error
+        unheard = scan.damage(blob) if self._batches and headers.is_jpeg(blob) else None
+        return unheard or facts
 
     def _decode(
-        self, blobs: list[bytes], facts: list[ImageFacts], places: list[Pixels], bucket: Bucket
-    ) -> Sequence[Pixels | SampleError]:
+        self, blobs: list[bytes], facts: list[ImageFacts], places: list[Place], bucket: Bucket
+    ) -> Sequence[Place | SampleError]:
         if self._batches and blobs:
-            done = self._batches.decode(blobs, [each.size for each in facts], bucket)
+            regions = [region(each.size, bucket) for each in facts]
+            done = self._batches.decode(blobs, regions, bucket, places)
             if done is not None:
-                return [_placed(*each) for each in zip(done, places, strict=True)]
+                return [_as_promised(*each) for each in zip(places, done, facts, strict=True)]
         decode = decode_smaller if self._loader.jpeg == "reduced" else decode_one
-        self._said()
-        found = self._crew.map(decode, blobs, facts, [bucket] * len(blobs), places)
-        return self._judged(found, blobs, facts, bucket) if jpeg.damage(self._said()) else found
+        direct = [place if isinstance(place, np.ndarray) else None for place in places]
+        with LISTENING:
+            self._said()
+            found = self._crew.map(decode, blobs, facts, [bucket] * len(blobs), direct)
+            judged = self._judged(found, blobs, facts, bucket) if jpeg.damage(self._said()) else found
+        return [_placed(*each) for each in zip(judged, places, strict=True)]
 
     def _judged(
         self, found: list[Pixels | SampleError], blobs: list[bytes], facts: list[ImageFacts], bucket: Bucket
@@ -150,7 +161,10 @@ def decode_smaller(blob: bytes, facts: ImageFacts, bucket: Bucket, place: Pixels
     if facts.orientation == headers.UPRIGHT:
         return fit(reduced, bucket, BY_AREA_FROM, place)
     stored = Bucket(bucket.width, bucket.height) if facts.turned else bucket
-    return _placed(jpeg.orient(fit(reduced, stored, BY_AREA_FROM), facts.orientation), place)
+    upright = jpeg.orient(fit(reduced, stored, BY_AREA_FROM), facts.orientation)
+    if place is not None:
+        place[:] = upright
+    return upright if place is None else place
 
 
 def decode_one(blob: bytes, facts: ImageFacts, bucket: Bucket, place: Pixels | None = None) -> Pixels | SampleError:
@@ -159,85 +173,29 @@ def decode_one(blob: bytes, facts: ImageFacts, bucket: Bucket, place: Pixels | N
         tensor = dynamic.decoders.image(dynamic.as_tensor(np.frombuffer(blob, np.uint8)), device="cpu")
         pixels: Pixels = np.asarray(tensor.evaluate())
     except Exception as error:  # DALI raises RuntimeError, MemoryError and others for bad bytes
-        return SampleError("image_decode", _last_line(error))
+        return SampleError("image_decode", last_line(error))
     if pixels.shape != (*facts.size, 3):
         return _mismatch(pixels.shape, facts.size)
     return fit(pixels, bucket, place=place)
 
 
-def _placed(outcome: Pixels | SampleError, place: Pixels | None) -> Pixels | SampleError:
-    """The pixels in their place, where they have one."""
-    if place is None or isinstance(outcome, SampleError):
+def _placed(outcome: Pixels | SampleError, place: Place) -> Place | SampleError:
+    """The pixels in their place."""
+    if outcome is place or isinstance(outcome, SampleError):
         return outcome
-    place[:] = outcome
+    if isinstance(place, DevicePlace):
+        place.put(outcome)
+    else:
+        place[:] = outcome
     return place
+
+
+def _as_promised(place: Place, size: Size, facts: ImageFacts) -> Place | SampleError:
+    return place if size == facts.size else _mismatch(size, facts.size)
 
 
 def _mismatch(shape: Sequence[int], size: tuple[int, int]) -> SampleError:
     return SampleError("size_mismatch", f"decoded to {shape[0]}x{shape[1]}, its header says {size[0]}x{size[1]}")
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "rror" in line or "ailure" in line] or lines or [type(error).__name__]
-    return told[0][:200]
-
-
-class PipelineDecoder:
-    """Whole micro-batches through one DALI pipeline: hardware JPEG and resize on GPU `gpu_id` (None: on the CPU)."""
-
-    def __init__(self, gpu_id: int | None, threads: int) -> None:
-        self._gpu_id, self._num_threads = gpu_id, threads
-        self._pipeline: Any = None
-        self._capacity = 0
-        self._warn = RateLimited(logger("decode").warning)
-
-    def decode(
-        self, blobs: list[bytes], sizes: list[tuple[int, int]], bucket: Bucket
-    ) -> list[Pixels | SampleError] | None:
-        """Arrays in the order of `blobs`, or None when the run failed and nothing is known of its members.
-
-        `sizes` are the (height, width) the headers promise, EXIF applied.
-        """
-        regions = np.array([region(size, bucket) for size in sizes], np.float32)
-        try:
-            pixels_NHWC, shapes = self._run(blobs, regions, bucket)
-        except Exception as error:  # one bad member fails the run; the caller decodes each alone and names it
-            self._warn("pipeline", f"a batch of {len(blobs)} is decoded on the CPU: {_last_line(error)}")
-            self._pipeline = None
-            return None
-        pairs = zip(pixels_NHWC, shapes, sizes, strict=True)
-        return [p if tuple(shape[:2]) == size else _mismatch(shape, size) for p, shape, size in pairs]
-
-    def _run(self, blobs: list[bytes], regions: NDArray[np.float32], bucket: Bucket) -> tuple[Pixels, list[list[int]]]:
-        pipeline = self._built(len(blobs))
-        pipeline.feed_input("encoded", [np.frombuffer(blob, np.uint8) for blob in blobs])
-        pipeline.feed_input("start", list(regions[:, :2]))
-        pipeline.feed_input("end", list(regions[:, 2:]))
-        pipeline.feed_input("size", [np.array([bucket.height, bucket.width], np.float32)] * len(blobs))
-        pixels, shapes = pipeline.run()
-        host = np.array(pixels.as_cpu().as_tensor())
-        return host, np.asarray(shapes.as_cpu().as_tensor()).tolist()
-
-    def _built(self, size: int) -> Any:
-        if self._pipeline is None or size > self._capacity:
-            self._capacity = max(size, self._capacity)
-            self._pipeline = _pipeline(self._capacity, self._num_threads, self._gpu_id)
-        return self._pipeline
-
-
-def _pipeline(capacity: int, threads: int, gpu_id: int | None) -> Any:
-    pipeline = Pipeline(batch_size=capacity, num_threads=threads, device_id=gpu_id, prefetch_queue_depth=1)
-    with pipeline:
-        encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        start, end, size = (fn.external_source(name=n, dtype=types.FLOAT, ndim=1) for n in ("start", "end", "size"))
-        where = "cpu" if gpu_id is None else "mixed"
-        images = fn.decoders.image(encoded, device=where, output_type=types.RGB)
-        linear = {"interp_type": types.INTERP_LINEAR, "antialias": True}
-        resized = fn.resize(images, size=size, roi_start=start, roi_end=end, **linear)
-        pipeline.set_outputs(resized, images.shape())
-    pipeline.build()
-    return pipeline
 
 
 def check_device(loader: LoaderSection) -> None:

@@ -6,27 +6,43 @@ sample at a time; the sample under decode at the next death is convicted and ski
 """
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from dataloader_svc import metrics, native
-from dataloader_svc.tasks import PACKET_BYTES, Begin, Done, Progress, Ready, Refused, Report, Setup, Task
+from dataloader_svc.tasks import (
+    PACKET_BYTES,
+    Begin,
+    Done,
+    Forget,
+    Forgotten,
+    Progress,
+    Ready,
+    Refused,
+    Report,
+    Setup,
+    Task,
+    hands,
+)
 from shared.errors import ConfigError, DataError, MillstreamError
 from shared.telemetry import logger
 
-MAX_IN_FLIGHT = 2
+WAITING = 1
 DEATHS_BEFORE_CARE = 2
 MAX_FRUITLESS_STARTS = 8
 STOP_S = 2.0
 KILL_S = 10.0
+NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 
 # glibc gives large blocks back to the kernel at once, and a worker faults them in again, zeroed, for the next picture:
 # a tenth of its time. Blocks of up to 32 MiB are kept, at most 64 MiB unused (mallopt(3)).
@@ -46,7 +62,7 @@ class Job:
 
 
 class Worker:
-    """One live process and what it was given, oldest first: a worker fills one task after the other."""
+    """One live process and what it was given, oldest first, as it is reported; `hands` of them are under way."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", channel: socket.socket, stderr_fd: int, now: float) -> None:
         self.process, self.channel, self.stderr_fd = process, channel, stderr_fd
@@ -54,22 +70,27 @@ class Worker:
         self.jobs: deque[Job] = deque()
         self.head_since = now
         self.announced: tuple[int, int] | None = None
+        self.device_bytes = 0
+        self.forgetting: set[bytes] = set()
 
 
 class WorkerPool:
     """`setup.loader.workers` processes. All methods return at once, but for `begin` and `close`, which are bounded.
 
     `start` lets them warm up while the index is still being made; `begin` tells them that they can open it.
+    `environment` is what they get beside ours.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, environment: Mapping[str, str] = NOTHING_MORE) -> None:
         self._setup, self._bound_s = setup, setup.loader.worker_s
+        self._environment = environment
         self._workers: list[Worker] = []
         self._queue: deque[Job] = deque()
         self._convicted: set[int] = set()
         self._fruitless = 0
         self._restart_at = 0.0
         self._begin: Begin | None = None
+        self._device = ""
 
     def start(self) -> None:
         """Start all workers."""
@@ -116,6 +137,22 @@ class WorkerPool:
         if now >= self._restart_at:
             self._spawn_missing()
 
+    @property
+    def device(self) -> str:
+        """UUID of the GPU that the workers decode on, or ""."""
+        return self._device
+
+    def forget(self, handle: bytes) -> None:
+        """Have every worker unmap a reader's device memory."""
+        for worker in self._workers:
+            worker.forgetting.add(handle)
+            with contextlib.suppress(OSError):  # it is dead, and its mappings are gone
+                worker.channel.send(_encode(Forget(handle)))
+
+    def forgetting(self, handle: bytes) -> bool:
+        """Whether a live worker that was told to has not unmapped it yet."""
+        return any(handle in worker.forgetting for worker in self._workers)
+
     def pids(self) -> list[int]:
         """Process ids of the live workers."""
         return [worker.process.pid for worker in self._workers]
@@ -135,7 +172,7 @@ class WorkerPool:
 
     def _spawn_missing(self) -> None:
         while len(self._workers) < self._setup.loader.workers:
-            self._workers.append(worker := _spawn(self._setup))
+            self._workers.append(worker := _spawn(self._setup, self._environment))
             if self._begin:
                 self._introduce(worker, self._begin)
 
@@ -145,7 +182,7 @@ class WorkerPool:
             worker.channel.send(_encode(begin))
 
     def _feed(self) -> None:
-        for load in range(MAX_IN_FLIGHT):
+        for load in range(hands(self._setup.loader) + WAITING):
             for worker in self._workers:
                 if self._queue and worker.ready and len(worker.jobs) == load:
                     self._give(worker, self._queue.popleft())
@@ -175,11 +212,15 @@ class WorkerPool:
                 self._heard(worker, report)
         return done
 
-    def _heard(self, worker: Worker, report: Ready | Refused | Progress) -> None:
+    def _heard(self, worker: Worker, report: Ready | Refused | Progress | Forgotten) -> None:
         if isinstance(report, Refused):
             raise ConfigError(*report.setting) if report.setting else DataError(report.text)
         if isinstance(report, Ready):
             worker.ready = True
+            worker.device_bytes, self._device = report.device_bytes, report.device
+            metrics.DEVICE_BYTES.labels("workers").set(sum(each.device_bytes for each in self._workers))
+        elif isinstance(report, Forgotten):
+            worker.forgetting.discard(report.handle)
         else:
             worker.announced = (report.task, report.sample_id)
             worker.head_since = time.monotonic()
@@ -202,8 +243,8 @@ class WorkerPool:
         text = f" (its last words: {words})" if words else ""
         log.warning("worker %d is gone (%s, exit code %d); another takes over%s", worker.process.pid, cause, code, text)
         metrics.WORKER_RESTARTS.labels(cause).inc()
-        if worker.jobs:
-            self._blame(worker.jobs[0], worker.announced)
+        for job in under_way(worker.jobs, hands(self._setup.loader)):
+            self._blame(job, worker.announced)
         self._queue.extendleft(reversed(worker.jobs))
         self._back_off()
 
@@ -215,13 +256,23 @@ class WorkerPool:
             log.error("sample id %d kills decode workers; it is skipped from now on", announced[1])
             self._fruitless = 0
         elif job.deaths >= DEATHS_BEFORE_CARE:
-            job.task = msgspec.structs.replace(task, careful=True)
+            job.task = msgspec.structs.replace(task, careful=True, target=None)
 
     def _back_off(self) -> None:
         self._fruitless += 1
         if self._fruitless > MAX_FRUITLESS_STARTS:
             raise MillstreamError(f"decode workers died {self._fruitless} times in a row without filling a batch")
         self._restart_at = time.monotonic() + min(2.0, 0.05 * 2**self._fruitless)
+
+
+def under_way(jobs: Iterable[Job], hands: int) -> list[Job]:
+    """Those that a worker with so many hands may have begun: its oldest, and a careful one only when it is alone."""
+    begun: list[Job] = []
+    for job in itertools.islice(jobs, hands):
+        if begun and (job.task.careful or begun[-1].task.careful):
+            break
+        begun.append(job)
+    return begun
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> int:
@@ -243,7 +294,7 @@ def _receive(channel: socket.socket) -> bytes | None:
         return b""
 
 
-def _spawn(setup: Setup) -> Worker:
+def _spawn(setup: Setup, environment: Mapping[str, str]) -> Worker:
     """Start a worker with one end of a packet socket pair, a memory file that holds `setup`, and our log."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
@@ -255,15 +306,18 @@ def _spawn(setup: Setup) -> Worker:
         command = [sys.executable, "-m", "dataloader_svc.worker", *map(str, fds)]
         try:
             process = subprocess.Popen(
-                command, pass_fds=fds, stdin=subprocess.DEVNULL, stderr=stderr_fd, env=_environment()
+                command, pass_fds=fds, stdin=subprocess.DEVNULL, stderr=stderr_fd, env=_around(environment)
             )
         finally:
             os.close(log_fd)
     return Worker(process, ours, stderr_fd, time.monotonic())
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with KEPT_MEMORY, no threads but `loader.threads`, and this package's folder first on the module path."""
+def _around(environment: Mapping[str, str]) -> dict[str, str]:
+    """Ours, KEPT_MEMORY, no threads but `loader.threads`, `environment`, and this package's folder first on the module
+    path.
+    """
     root = str(Path(__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**KEPT_MEMORY, "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    quiet = {**KEPT_MEMORY, "TOKENIZERS_PARALLELISM": "false"}
+    return {**quiet, **os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}

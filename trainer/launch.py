@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shared import mps
 from shared.errors import ConfigError
 from shared.mesh import Coords, Mesh, mesh_of
 from shared.sections import RunConfig
@@ -100,6 +101,7 @@ def join(config: RunConfig) -> Ranks:
         ConfigError: the device is not there, or the mesh does not fit the number of processes.
     """
     _stand_alone()
+    mps.join(config.loader)
     if config.train.deterministic:
         use_deterministic_algorithms()
     kind = device_kind(config.train.device)

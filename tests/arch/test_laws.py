@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("shared", "dataloader_svc", "trainer")
 DOORS = {
     "zmq": {"dataloader_svc/server.py", "trainer/link.py"},
-    "nvidia": {"dataloader_svc/decode.py"},
+    "nvidia": {"dataloader_svc/decode.py", "dataloader_svc/pipeline.py"},
     "simplejpeg": {"dataloader_svc/jpeg.py"},
     "tarfile": {"dataloader_svc/shards.py"},
     "webdataset": {"dataloader_svc/shards.py"},

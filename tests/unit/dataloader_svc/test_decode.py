@@ -11,7 +11,7 @@ from PIL import Image
 
 from dataloader_svc import decode, headers
 from dataloader_svc.clips import resample
-from dataloader_svc.decode import Decoder, PipelineDecoder, region
+from dataloader_svc.decode import Decoder, region
 from shared.batch import Bucket
 from shared.errors import ConfigError, SampleError
 from shared.sections import DataSection, DatasetSection, ImageSection, LoaderSection
@@ -174,31 +174,6 @@ def test_the_region_is_centred_inside_and_of_the_buckets_ratio(size: tuple[int, 
     assert abs((size[0] - bottom) - top) <= 1
     assert abs((size[1] - right) - left) <= 1
     assert bottom - top == size[0] or right - left == size[1]
-
-
-def test_whole_batches_decode_as_single_pictures_do(decoder: Decoder) -> None:
-    """The GPU's pipeline, run on the CPU: same regions and orientation, another resampling filter."""
-    blobs = [photo(300 + 10 * i, 200, i, orientation=1 + i) for i in range(8)]
-    sizes = [headers.image_size(blob) for blob in blobs]
-    batches = PipelineDecoder(None, 2)
-    for count in (3, 8, 5):
-        got = batches.decode(blobs[:count], sizes[:count], BUCKET)
-        alone = decoder.decode_images(blobs[:count], BUCKET)
-        assert got is not None
-        assert len(got) == count
-        assert all(difference(a, b) < 1.5 for a, b in zip(got, alone, strict=True))
-
-
-def test_a_batch_with_a_bad_member_is_given_up_whole_and_the_next_one_works() -> None:
-    good = photo(300, 200)
-    rotten = bytearray(encoded(colours(), "PNG"))
-    rotten[len(rotten) // 2 : len(rotten) // 2 + 40] = bytes(40)
-    batches = PipelineDecoder(None, 2)
-    assert batches.decode([good, bytes(rotten)], [(200, 300)] * 2, BUCKET) is None
-    got = batches.decode([good, good], [(200, 300), (200, 301)], BUCKET)
-    assert got is not None
-    assert isinstance(got[0], np.ndarray)
-    assert reason(got[1]) == "size_mismatch"
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
