@@ -100,7 +100,7 @@ Result = TypeVar("Result")
 
 
 def ordered(order: Order, kind: type[Result], **environment: str) -> Result | str:
-    """What a fresh process measures, or the last words of one that failed."""
+    """What a fresh process measures, or the words of one that failed that tell why."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out.json"
         command = [
@@ -118,8 +118,8 @@ def ordered(order: Order, kind: type[Result], **environment: str) -> Result | st
             return f"nothing within {CHILD_S:g} s"
         if out.exists():
             return msgspec.json.decode(out.read_bytes(), type=kind)
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        return (words or [f"exit code {done.returncode}"])[-1][:200]
+        words = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        return next((line for line in reversed(words) if "Error" in line), words[-1])[:200]
 
 
 def alone() -> dict[str, str]:
