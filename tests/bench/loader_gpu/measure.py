@@ -11,9 +11,7 @@ import msgspec
 import torch
 import typer
 
-from dataloader_svc.decode import region
 from shared import mps
-from shared.batch import Bucket
 from shared.config import load
 from tests.bench.loader_gpu.dataset import SIZES
 from tests.bench.loader_gpu.feeds import opened
@@ -63,6 +61,9 @@ def raw(order: Raw) -> Drained:
 
 def _pipeline(folder: Path, batch: int, threads: int) -> Any:
     from nvidia.dali import Pipeline, fn, types
+
+    from dataloader_svc.decode import region
+    from shared.batch import Bucket
 
     width, height = SIZES[folder.name]
     top, left, bottom, right = region((height, width), Bucket(SIDE, SIDE))
