@@ -36,10 +36,12 @@ Feed = Loader | Torch
 
 
 class Raw(msgspec.Struct, frozen=True, tag=True):
-    """DALI alone: its own tar reader, decode and resize, results where they are made; the best of `batches`."""
+    """DALI alone: its own tar reader, decode and resize, results where they are made. Each of `runs` in turn: pictures
+    a batch, and the share of them that the hardware decoder gets.
+    """
 
     folder: str
-    batches: tuple[int, ...]
+    runs: tuple[tuple[int, float], ...]
     threads: int
     seconds: float
 
