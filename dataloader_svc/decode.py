@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from dataloader_svc import clips, headers, jpeg, native, scan
 from dataloader_svc.crew import Crew
 from dataloader_svc.headers import ImageFacts
-from dataloader_svc.pipeline import PipelineDecoder, Pixels, Region, Size, last_line
+from dataloader_svc.pipeline import PipelineDecoder, Region, Size, last_line
+from dataloader_svc.rows import DevicePlace, Pixels, Place
 from shared.batch import Bucket, groups
 from shared.errors import ConfigError, SampleError
 from shared.sections import DataSection, LoaderSection
@@ -55,12 +56,15 @@ class Decoder:
         cv2.setNumThreads(1)
 
     def decode_images(
-        self, blobs: Sequence[bytes], bucket: Bucket, places: Sequence[Pixels] | None = None
-    ) -> list[Pixels | SampleError]:
+        self, blobs: Sequence[bytes], bucket: Bucket, places: Sequence[Place] | None = None
+    ) -> list[Place | SampleError]:
         """One `[bucket.height, bucket.width, 3]` array or the verdict against it, for each of `blobs`.
 
         The arrays are those of `places`, C-contiguous and written over, or new ones. What a place holds after a
-        verdict is undefined.
+        verdict is undefined. Places may lie in the GPU's memory.
+
+        Raises:
+            DeviceError: they cannot be written there.
         """
         if places is None:
             places = list(np.empty((len(blobs), bucket.height, bucket.width, 3), np.uint8))
@@ -91,18 +95,20 @@ class Decoder:
         return unheard or facts
 
     def _decode(
-        self, blobs: list[bytes], facts: list[ImageFacts], places: list[Pixels], bucket: Bucket
-    ) -> Sequence[Pixels | SampleError]:
+        self, blobs: list[bytes], facts: list[ImageFacts], places: list[Place], bucket: Bucket
+    ) -> Sequence[Place | SampleError]:
         if self._batches and blobs:
             regions = [region(each.size, bucket) for each in facts]
             done = self._batches.decode(blobs, regions, bucket, places)
             if done is not None:
                 return [_as_promised(*each) for each in zip(places, done, facts, strict=True)]
         decode = decode_smaller if self._loader.jpeg == "reduced" else decode_one
+        direct = [place if isinstance(place, np.ndarray) else None for place in places]
         with LISTENING:
             self._said()
-            found = self._crew.map(decode, blobs, facts, [bucket] * len(blobs), places)
-            return self._judged(found, blobs, facts, bucket) if jpeg.damage(self._said()) else found
+            found = self._crew.map(decode, blobs, facts, [bucket] * len(blobs), direct)
+            judged = self._judged(found, blobs, facts, bucket) if jpeg.damage(self._said()) else found
+        return [_placed(*each) for each in zip(judged, places, strict=True)]
 
     def _judged(
         self, found: list[Pixels | SampleError], blobs: list[bytes], facts: list[ImageFacts], bucket: Bucket
@@ -155,7 +161,10 @@ def decode_smaller(blob: bytes, facts: ImageFacts, bucket: Bucket, place: Pixels
     if facts.orientation == headers.UPRIGHT:
         return fit(reduced, bucket, BY_AREA_FROM, place)
     stored = Bucket(bucket.width, bucket.height) if facts.turned else bucket
-    return _placed(jpeg.orient(fit(reduced, stored, BY_AREA_FROM), facts.orientation), place)
+    upright = jpeg.orient(fit(reduced, stored, BY_AREA_FROM), facts.orientation)
+    if place is not None:
+        place[:] = upright
+    return upright if place is None else place
 
 
 def decode_one(blob: bytes, facts: ImageFacts, bucket: Bucket, place: Pixels | None = None) -> Pixels | SampleError:
@@ -170,15 +179,18 @@ def decode_one(blob: bytes, facts: ImageFacts, bucket: Bucket, place: Pixels | N
     return fit(pixels, bucket, place=place)
 
 
-def _placed(outcome: Pixels | SampleError, place: Pixels | None) -> Pixels | SampleError:
-    """The pixels in their place, where they have one."""
-    if place is None or isinstance(outcome, SampleError):
+def _placed(outcome: Pixels | SampleError, place: Place) -> Place | SampleError:
+    """The pixels in their place."""
+    if outcome is place or isinstance(outcome, SampleError):
         return outcome
-    place[:] = outcome
+    if isinstance(place, DevicePlace):
+        place.put(outcome)
+    else:
+        place[:] = outcome
     return place
 
 
-def _as_promised(place: Pixels, size: Size, facts: ImageFacts) -> Pixels | SampleError:
+def _as_promised(place: Place, size: Size, facts: ImageFacts) -> Place | SampleError:
     return place if size == facts.size else _mismatch(size, facts.size)
 
 

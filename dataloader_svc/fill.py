@@ -1,9 +1,9 @@
 """A task becomes a filled slot: read, decode, substitute, lay out. Deterministic: the same task gives the same bytes.
 
-A picture is decoded into the slot row of its place in the task. A sample that fails gives its place to the first spare
-that decodes and whose planned tokens fit in its room; without one the micro-batch is a sample shorter, and those
-behind move up. Samples that made it stand side by side from slot row 0; every byte of the payload is written, because
-slots are used again.
+A picture is decoded into the row of its place in the task, of the slot or of memory that the reader lent. A sample
+that fails gives its place to the first spare that decodes and whose planned tokens fit in its room; without one the
+micro-batch is a sample shorter, and those behind move up. Samples that made it stand side by side from row 0; every
+byte of the payload is written, because slots are used again, but for pixels that lie elsewhere.
 """
 
 import time
@@ -20,11 +20,12 @@ from dataloader_svc import text
 from dataloader_svc.crew import Crew
 from dataloader_svc.decode import Decoder
 from dataloader_svc.index import Index, Row
-from dataloader_svc.pipeline import Pixels
+from dataloader_svc.lent import LentParts
+from dataloader_svc.rows import DeviceRows, HostRows, Place, Rows
 from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Task, Timings, Verdict
-from shared.batch import BatchSpec, Group, audio_tokens, batch_spec, groups
-from shared.errors import SampleError
+from shared.batch import PIXELS, BatchSpec, Group, audio_tokens, batch_spec, groups
+from shared.errors import DeviceError, SampleError
 from shared.sections import DataSection
 
 CHECKSUM_BITS = 63
@@ -48,7 +49,7 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """One sample, ready to be laid out, but for its pixels, which are in the slot. An empty clip where it has none."""
+    """One sample, ready to be laid out, but for its pixels, which are in their row. An empty clip where it has none."""
 
     sample_id: int
     clip: NDArray[np.int16]
@@ -59,10 +60,21 @@ Outcome = Decoded | SampleError
 
 
 class Filler:
-    """Fills payloads for one worker. `index`, `reader` and `decoder` are only used, never closed."""
+    """Fills payloads for one worker. `index`, `reader` and `decoder` are only used, never closed.
 
-    def __init__(self, data: DataSection, index: Index, reader: Reader, decoder: Decoder, threads: int) -> None:
-        self._data, self._index, self._reader, self._decoder = data, index, reader, decoder
+    `lent` has the memory for pixels of tasks with a target, where the worker has a GPU.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        index: Index,
+        reader: Reader,
+        decoder: Decoder,
+        threads: int,
+        lent: LentParts | None = None,
+    ) -> None:
+        self._data, self._index, self._reader, self._decoder, self._lent = data, index, reader, decoder, lent
         self._tokenizer = text.Tokenizer.load(data.text.tokenizer)
         self._groups = groups(data)
         self._specs = tuple(batch_spec(group) for group in self._groups)
@@ -75,25 +87,39 @@ class Filler:
 
         Raises:
             ShardError: a shard cannot be read. A stand-in would change the batch, so the task fails as a whole.
+            DeviceError: the GPU cannot be used any more.
         """
+        if self._lent and task.target and (rows := self._lent.rows(task.target, self._specs[task.group].pixels)):
+            try:
+                return self._fill(task, payload, announce, rows)
+            except DeviceError as error:
+                self._lent.give_up(task.target, error)
+        return self._fill(task, payload, announce, None)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._crew.close()
+
+    def _fill(self, task: Task, payload: NDArray[np.uint8], announce: Announce, lent: DeviceRows | None) -> Done:
         group, spec = self._groups[task.group], self._specs[task.group]
         fields = views(spec, payload)
-        run = _Run(task, group, fields["pixels_NHWC"], announce)
+        rows: Rows = lent or HostRows(fields[PIXELS])
+        run = _Run(task, group, rows, announce)
         kept = dict(self._kept(run))
         started = time.perf_counter()
-        _close_ranks(run.pixels, list(kept) if group.bucket else [])
+        rows.close_ranks(list(kept) if group.bucket else [])
         counts = self._lay_out(list(kept.values()), group, fields)
-        checksum = xxhash.xxh3_64_intdigest(payload[: spec.size_bytes].data) & ((1 << CHECKSUM_BITS) - 1)
+        hashed = task.target is not None and task.target.hashed
+        if lent and hashed:
+            lent.read(fields[PIXELS])
+        checksum = _checksum(payload, spec, without_pixels=lent is not None and not hashed)
         timings = Timings(run.read_s, run.decode_s, time.perf_counter() - started)
         ids = tuple(sample.sample_id for sample in kept.values())
         substituted = sum(1 for i in ids if i not in task.sample_ids)
         report = Done(task.id, checksum, counts, ids, substituted, tuple(run.verdicts), timings, run.read_bytes)
         retries, fetched_bytes = self._reader.store.tally.take()
-        return msgspec.structs.replace(report, retries=retries, fetched_bytes=fetched_bytes)
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._crew.close()
+        told = {"retries": retries, "fetched_bytes": fetched_bytes, "on_device": lent is not None}
+        return msgspec.structs.replace(report, **told)
 
     def _kept(self, run: "_Run") -> Iterator[tuple[int, Decoded]]:
         """Places of the task and their samples: the planned ones that are good, others replaced where a spare can."""
@@ -141,7 +167,9 @@ class Filler:
         started = time.perf_counter()
         samples = self._crew.map(partial(self._read, run), ids)
         read = time.perf_counter()
-        decoded = self._decode(ids, samples, [run.pixels[first + at] for at in wanted if run.group.bucket], run.group)
+        decoded = self._decode(
+            ids, samples, [run.rows.place(first + at) for at in wanted if run.group.bucket], run.group
+        )
         run.spent(read - started, time.perf_counter() - read, sum(sample.size_bytes for sample in samples))
         found = dict(zip(wanted, decoded, strict=True))
         return [found.get(at, CONVICTED) for at in range(len(sample_ids))]
@@ -153,7 +181,7 @@ class Filler:
         return Encoded(row, *(self._reader.read(row.shard, *span, waiting) if span else b"" for span in spans))
 
     def _decode(
-        self, ids: Sequence[int], samples: Sequence[Encoded], pixels: Sequence[Pixels], group: Group
+        self, ids: Sequence[int], samples: Sequence[Encoded], pixels: Sequence[Place], group: Group
     ) -> list[Outcome]:
         """Every sample with all of its modalities, or the first verdict against it; pictures go into `pixels`."""
         images: Sequence[Any] = [None] * len(samples)
@@ -207,8 +235,8 @@ class Filler:
 class _Run:
     """What one task has cost and found so far."""
 
-    def __init__(self, task: Task, group: Group, pixels: Pixels, announce: Announce) -> None:
-        self.task, self.group, self.pixels, self.announce = task, group, pixels, announce
+    def __init__(self, task: Task, group: Group, rows: Rows, announce: Announce) -> None:
+        self.task, self.group, self.rows, self.announce = task, group, rows, announce
         self.spares = list(task.spares)
         self.verdicts: list[Verdict] = []
         self.read_s = self.decode_s = 0.0
@@ -232,12 +260,13 @@ def views(spec: BatchSpec, payload: NDArray[np.uint8]) -> dict[str, NDArray[Any]
     return fields
 
 
-def _close_ranks(rows: NDArray[Any], places: Sequence[int]) -> None:
-    """Move the rows at `places`, which ascend, to the front in their order; zero the others."""
-    for row, place in enumerate(places):
-        if place != row:
-            rows[row] = rows[place]
-    rows[len(places) :] = 0
+def _checksum(payload: NDArray[np.uint8], spec: BatchSpec, without_pixels: bool) -> int:
+    """xxh3-64, less its top bit, of the payload or of what stands before and after its pixels."""
+    start = spec.pixels.offset
+    end = start + spec.pixels.size_bytes if without_pixels else start
+    digest = xxhash.xxh3_64(payload[:start].data)
+    digest.update(payload[end : spec.size_bytes].data)
+    return digest.intdigest() & ((1 << CHECKSUM_BITS) - 1)
 
 
 def _write_rows(out: NDArray[Any], rows: Sequence[Any]) -> None:

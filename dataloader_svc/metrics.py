@@ -37,6 +37,12 @@ DATASET_SHARE = Gauge(
 )
 SLOTS = Gauge("loader_slots", "Shared-memory slots by state", ["state"], registry=REGISTRY)
 JOB_SLOTS = Gauge("loader_job_slots", "Shared-memory slots that a job holds", ["job"], registry=REGISTRY)
+DEVICE_BYTES = Gauge(
+    "loader_device_bytes",
+    "GPU memory: lent by readers for pixels, and what decode workers' contexts and decoders took as they warmed up",
+    ["use"],
+    registry=REGISTRY,
+)
 GPU_SHARING = Gauge(
     "loader_gpu_sharing",
     "1 for how decode workers share their GPU with a trainer: mps, or time_slices; no series for CPU decode",

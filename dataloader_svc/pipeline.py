@@ -1,11 +1,12 @@
 """Whole micro-batches through one DALI pipeline: hardware JPEG and resize on a GPU, pictures straight to their places.
 
 What stays on the host is a list of addresses: bytes are read by DALI where they lie, and a run's pictures, one block of
-device memory, go to the slot in one copy where their places follow each other there. Into page-locked slots
-(`device.py`) that runs at the bus's speed and takes no processor time.
+device memory, go in one copy to the slot, or to memory that the reader lent, where their places follow each other.
+Into page-locked slots (`device.py`) that runs at the bus's speed and takes no processor time.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from nvidia.dali import Pipeline, fn, types
 
+from dataloader_svc.rows import Place, address_of
 from shared.batch import Bucket
 from shared.telemetry import RateLimited, logger
 
-Pixels = NDArray[np.uint8]
 Region = tuple[int, int, int, int]
 Size = tuple[int, int]
 
@@ -36,12 +37,13 @@ class PipelineDecoder:
         self._warn = RateLimited(logger("decode").warning)
 
     def decode(
-        self, blobs: Sequence[bytes], regions: Sequence[Region], bucket: Bucket, places: Sequence[Pixels]
+        self, blobs: Sequence[bytes], regions: Sequence[Region], bucket: Bucket, places: Sequence[Place]
     ) -> list[Size] | None:
         """Write `regions` (top, left, bottom, right; EXIF applied) of the pictures, resized to the bucket, to `places`.
 
-        `places` are C-contiguous `[bucket.height, bucket.width, 3]`. Returns the (height, width) that each picture was
-        decoded to before its resize, or None when the run failed and nothing is known of its members.
+        `places` are C-contiguous `[bucket.height, bucket.width, 3]`, or lie on the GPU. Returns the (height, width)
+        that each picture was decoded to before its resize, or None when the run failed and nothing is known of its
+        members.
         """
         try:
             pixels, shapes = self._run(blobs, np.array(regions, np.float32), bucket)
@@ -65,7 +67,7 @@ class PipelineDecoder:
         return pixels, np.asarray(shapes.as_cpu().as_tensor()).tolist()
 
 
-def deliver(pixels: Any, places: Sequence[Pixels]) -> None:
+def deliver(pixels: Any, places: Sequence[Place]) -> None:
     """Copy a run's pictures, wherever they are, to their places, and wait until they are there.
 
     Raises:
@@ -73,12 +75,12 @@ def deliver(pixels: Any, places: Sequence[Pixels]) -> None:
     """
     if (found := list(map(tuple, pixels.shape()))) != (wanted := [place.shape for place in places]):
         raise ValueError(f"pictures of {set(found)} came where {len(wanted)} of {set(wanted)} were due")
-    first, size = places[0].ctypes.data, places[0].nbytes
-    if all(place.ctypes.data == first + number * size for number, place in enumerate(places)):
-        pixels.copy_to_external(ctypes.c_void_p(first))
+    addresses, size = [address_of(place) for place in places], math.prod(places[0].shape)
+    if addresses == [addresses[0] + number * size for number in range(len(places))]:
+        pixels.copy_to_external(ctypes.c_void_p(addresses[0]))
         return
-    for number, place in enumerate(places):
-        pixels[number].copy_to_external(ctypes.c_void_p(place.ctypes.data))
+    for number, address in enumerate(addresses):
+        pixels[number].copy_to_external(ctypes.c_void_p(address))
 
 
 def _pipeline(capacity: int, threads: int, gpu_id: int | None) -> Any:

@@ -20,7 +20,20 @@ from types import MappingProxyType
 import msgspec
 
 from dataloader_svc import metrics, native
-from dataloader_svc.tasks import PACKET_BYTES, Begin, Done, Progress, Ready, Refused, Report, Setup, Task, hands
+from dataloader_svc.tasks import (
+    PACKET_BYTES,
+    Begin,
+    Done,
+    Forget,
+    Forgotten,
+    Progress,
+    Ready,
+    Refused,
+    Report,
+    Setup,
+    Task,
+    hands,
+)
 from shared.errors import ConfigError, DataError, MillstreamError
 from shared.telemetry import logger
 
@@ -57,6 +70,8 @@ class Worker:
         self.jobs: deque[Job] = deque()
         self.head_since = now
         self.announced: tuple[int, int] | None = None
+        self.device_bytes = 0
+        self.forgetting: set[bytes] = set()
 
 
 class WorkerPool:
@@ -75,6 +90,7 @@ class WorkerPool:
         self._fruitless = 0
         self._restart_at = 0.0
         self._begin: Begin | None = None
+        self._device = ""
 
     def start(self) -> None:
         """Start all workers."""
@@ -120,6 +136,22 @@ class WorkerPool:
                 self._bury(worker, "timeout")
         if now >= self._restart_at:
             self._spawn_missing()
+
+    @property
+    def device(self) -> str:
+        """UUID of the GPU that the workers decode on, or ""."""
+        return self._device
+
+    def forget(self, handle: bytes) -> None:
+        """Have every worker unmap a reader's device memory."""
+        for worker in self._workers:
+            worker.forgetting.add(handle)
+            with contextlib.suppress(OSError):  # it is dead, and its mappings are gone
+                worker.channel.send(_encode(Forget(handle)))
+
+    def forgetting(self, handle: bytes) -> bool:
+        """Whether a live worker that was told to has not unmapped it yet."""
+        return any(handle in worker.forgetting for worker in self._workers)
 
     def pids(self) -> list[int]:
         """Process ids of the live workers."""
@@ -180,11 +212,15 @@ class WorkerPool:
                 self._heard(worker, report)
         return done
 
-    def _heard(self, worker: Worker, report: Ready | Refused | Progress) -> None:
+    def _heard(self, worker: Worker, report: Ready | Refused | Progress | Forgotten) -> None:
         if isinstance(report, Refused):
             raise ConfigError(*report.setting) if report.setting else DataError(report.text)
         if isinstance(report, Ready):
             worker.ready = True
+            worker.device_bytes, self._device = report.device_bytes, report.device
+            metrics.DEVICE_BYTES.labels("workers").set(sum(each.device_bytes for each in self._workers))
+        elif isinstance(report, Forgotten):
+            worker.forgetting.discard(report.handle)
         else:
             worker.announced = (report.task, report.sample_id)
             worker.head_since = time.monotonic()
@@ -220,7 +256,7 @@ class WorkerPool:
             log.error("sample id %d kills decode workers; it is skipped from now on", announced[1])
             self._fruitless = 0
         elif job.deaths >= DEATHS_BEFORE_CARE:
-            job.task = msgspec.structs.replace(task, careful=True)
+            job.task = msgspec.structs.replace(task, careful=True, target=None)
 
     def _back_off(self) -> None:
         self._fruitless += 1

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dataloader_svc import metrics
 from dataloader_svc.jobs import Job
+from dataloader_svc.lending import Lending
 from dataloader_svc.patience import Patience
 from dataloader_svc.plan import Pack, Planner
 from dataloader_svc.pool import WorkerPool
@@ -34,8 +35,10 @@ from shared.wire import (
     Failure,
     Heartbeat,
     Hello,
+    Lend,
     Message,
     Release,
+    Returned,
     ToDaemon,
     Welcome,
 )
@@ -77,6 +80,7 @@ class Service:
         self._quota = Quota(slots, slots.segment.slots // len(jobs))
         self._groups = groups(config.data)
         self._specs = tuple(batch_spec(group) for group in self._groups)
+        self._lending = Lending(workers, self._specs, config.loader.slots_per_stream)
         self._sessions: dict[bytes, Session] = {}
         self._streams: dict[StreamKey, Stream] = {}
         self._tasks: dict[int, Filling] = {}
@@ -105,7 +109,7 @@ class Service:
         stream, cursor = filling.stream, filling.pack.cursor
         entry = stream.entries.get(cursor)
         if stream not in self._streams.values() or entry is None or entry.slot != filling.slot:
-            self._quota.free(filling.slot)
+            self._free([filling.slot])
             return
         self._slots.commit(filling.slot)
         self._free(stream.filled(self._batch(filling, done), now))
@@ -137,6 +141,8 @@ class Service:
         if not self._draining:
             self._send_ready(now)
         self._count()
+        for identity, handle in self._lending.returned():
+            self._outlet.send(identity, Returned(handle))
         hungry = [] if self._draining else list(self._streams)
         while hungry:
             hungry = [key for key in hungry if self._fill_next(key)]
@@ -221,9 +227,10 @@ class Service:
 
     def _welcome(self, session: Session) -> Welcome:
         segment, beat = self._slots.segment, self._config.loader.heartbeat_s
-        path = segment.path if session.hello.lane == "slots" else ""
+        path = "" if session.hello.lane == "tcp" else segment.path
         shape = (segment.slot_bytes, segment.slots, beat, self._config.data.batch.micro_batches)
-        return Welcome(PROTOCOL, session.job.digest, path, *shape, self._specs)
+        offer = self._lending.offer(session.hello)
+        return Welcome(PROTOCOL, session.job.digest, path, *shape, self._specs, *offer)
 
     def _obey(self, identity: bytes, stream: Stream, message: ToDaemon, now: float) -> None:
         if isinstance(message, Credit) and message.count > 0:
@@ -236,6 +243,9 @@ class Service:
             metrics.HOLD_SECONDS.observe(now - since)
             self._free(slots)
             self._settle(stream)
+        elif isinstance(message, Lend):
+            if wrong := self._lending.lend(identity, self._sessions[identity].hello, message):
+                self._reject(identity, Failure("lend", f"{wrong}; start both from one version", False))
         elif isinstance(message, Bye):
             log.info("reader %s leaves", self._sessions[identity].name)
             self._leave(identity)
@@ -248,6 +258,7 @@ class Service:
         session = self._sessions.pop(identity)
         stream = self._streams[session.key]
         stream.leave(identity)
+        self._lending.leave(identity)
         metrics.CLIENTS.set(len(self._sessions))
         metrics.READER_LAG.clear()
         self._settle(stream)
@@ -274,7 +285,7 @@ class Service:
         if cursor is None:
             return False
         if (freed := stream.make_room(cursor)) is not None:
-            self._quota.free(freed)
+            self._free([freed])
         job, *place = key
         slot = self._quota.claim(job)
         if slot is None:
@@ -291,7 +302,8 @@ class Service:
         self._last_task += 1
         self._tasks[self._last_task] = filling
         pack, slot = filling.pack, filling.slot
-        self._workers.submit(Task(self._last_task, slot, pack.group, pack.sample_ids, pack.spares))
+        target = self._lending.claim(next(iter(filling.stream.readers)), slot, pack.group)
+        self._workers.submit(Task(self._last_task, slot, pack.group, pack.sample_ids, pack.spares, target=target))
 
     def _batch(self, filling: Filling, done: Done) -> Batch:
         pack = filling.pack
@@ -309,6 +321,7 @@ class Service:
             substituted=done.substituted,
             skipped_from=filling.planner.skips.before(pack.cursor),
             imbalance=pack.imbalance.balanced,
+            device_part=self._lending.part(filling.slot) if done.on_device else -1,
         )
 
     def _hand_over(self, stream: Stream, reader: Reader, entry: Entry, now: float) -> None:
@@ -323,7 +336,7 @@ class Service:
     def _send_batch(self, identity: bytes, entry: Entry) -> bool:
         """Send the header and, in the tcp lane, the slot's bytes; whether the reader could be reached."""
         assert entry.batch
-        if self._sessions[identity].hello.lane == "slots":
+        if self._sessions[identity].hello.lane != "tcp":
             return self._outlet.send(identity, entry.batch)
         payload = self._slots.segment.payload(entry.slot)[: self._specs[entry.batch.group].size_bytes]
         frame = self._outlet.send_payload(identity, entry.batch, payload)
@@ -359,6 +372,7 @@ class Service:
 
     def _free(self, slots: list[int]) -> None:
         for slot in slots:
+            self._lending.free(slot)
             self._quota.free(slot)
 
     def _set_gauges(self) -> None:

@@ -34,8 +34,19 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     slot_bytes: int
 
 
-class Task(msgspec.Struct, frozen=True):
-    """Daemon -> worker: fill `slot` with a micro-batch.
+class Target(msgspec.Struct, frozen=True, array_like=True):
+    """Where in a reader's device memory a batch's pixels go: `offset` bytes into what the IPC handle opens.
+
+    `hashed`: the checksum covers them.
+    """
+
+    handle: bytes
+    offset: int
+    hashed: bool
+
+
+class Task(msgspec.Struct, frozen=True, tag=True):
+    """Daemon -> worker: fill `slot` with a micro-batch, its pixels elsewhere if there is a `target`.
 
     `skip` are samples known to kill a decoder. `careful`: one sample at a time, each announced by a Progress.
     """
@@ -47,6 +58,13 @@ class Task(msgspec.Struct, frozen=True):
     spares: tuple[int, ...]
     skip: tuple[int, ...] = ()
     careful: bool = False
+    target: Target | None = None
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Daemon -> worker: unmap a reader's device memory, if it is mapped."""
+
+    handle: bytes
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +84,19 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> daemon: warmed up, and it has begun."""
+    """Worker -> daemon: warmed up, and it has begun.
+
+    `device` is the UUID of the GPU it decodes on, or "", `device_bytes` what warming up took of its memory.
+    """
+
+    device: str = ""
+    device_bytes: int = 0
+
+
+class Forgotten(msgspec.Struct, frozen=True, tag=True):
+    """Worker -> daemon: that memory is not mapped here."""
+
+    handle: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -90,6 +120,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Worker -> daemon: the slot is filled. `counts` are samples, images, clips, tokens, label tokens.
 
     `retries` and `fetched_bytes` tell of remote storage: reads tried again, and bytes not found in the cache.
+    `on_device`: the pixels are in the task's target, not in the slot.
     """
 
     task: int
@@ -102,6 +133,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     read_bytes: int
     retries: int = 0
     fetched_bytes: int = 0
+    on_device: bool = False
 
 
-Report = Ready | Refused | Progress | Done
+Order = Task | Forget
+Report = Ready | Refused | Progress | Done | Forgotten

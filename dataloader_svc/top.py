@@ -128,6 +128,7 @@ def _head(now: Scrape, before: Scrape | None) -> Text:
     load = now.by("loader_step_imbalance_ratio", "kind")
     parts.append(f"fullest rank {load.get('balanced', 1):.2f} of the mean")
     parts += [f"GPU shared by {how.replace('_', ' ')}" for how in now.by("loader_gpu_sharing", "how")]
+    parts += [f"GPU memory {use} {size / 2**20:,.0f} MiB" for use, size in now.by("loader_device_bytes", "use").items()]
     return Text("millstream-loader: " + " · ".join(parts), style="bold")
 
 

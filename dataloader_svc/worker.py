@@ -21,25 +21,40 @@ import msgspec
 import numpy as np
 import soundfile
 
-from dataloader_svc import device
+from dataloader_svc import device, nvml
 from dataloader_svc.decode import Decoder, check_device
 from dataloader_svc.fill import Filler
 from dataloader_svc.hands import Hands
 from dataloader_svc.index import Index
+from dataloader_svc.lent import LentParts
 from dataloader_svc.native import Said, silence
 from dataloader_svc.store import Reader, Store
-from dataloader_svc.tasks import PACKET_BYTES, Begin, Done, Progress, Ready, Refused, Report, Setup, Task, hands
+from dataloader_svc.tasks import (
+    PACKET_BYTES,
+    Begin,
+    Done,
+    Forgotten,
+    Order,
+    Progress,
+    Ready,
+    Refused,
+    Report,
+    Setup,
+    Task,
+    hands,
+)
 from shared.batch import Bucket
-from shared.errors import ConfigError, DataError, MillstreamError, SampleError
+from shared.cuda import Gpu, device_uuid
+from shared.errors import ConfigError, DataError, DeviceError, MillstreamError, SampleError
 from shared.slots import Segment
-from shared.telemetry import setup_logging
+from shared.telemetry import logger, setup_logging
 
 PR_SET_PDEATHSIG = 1
 WARM_SIDE = 64
 AUDIO_FORMS = ("WAV", "FLAC", "OGG", "MP3")
 
 _begin: "msgspec.msgpack.Decoder[Begin]" = msgspec.msgpack.Decoder(Begin)
-_task: "msgspec.msgpack.Decoder[Task]" = msgspec.msgpack.Decoder(Task)
+_order: "msgspec.msgpack.Decoder[Order]" = msgspec.msgpack.Decoder(Order)
 
 
 def main() -> None:
@@ -58,6 +73,9 @@ def main() -> None:
 def _serve_or_refuse(setup: Setup, channel: socket.socket, said: Said) -> None:
     try:
         _serve(setup, channel, said)
+    except DeviceError as error:
+        logger("worker").error("this worker ends, for its GPU cannot be used any more: %s", error)
+        os._exit(1)  # what is left of a lost context may hang an orderly end
     except ConfigError as error:
         _send(channel, Refused(str(error), tuple(map(str, (error.name, error.value, error.rule, error.remedy)))))
     except MillstreamError as error:
@@ -73,11 +91,7 @@ def _die_with_parent() -> None:
 
 def _serve(setup: Setup, channel: socket.socket, said: Said) -> None:
     check_device(setup.loader)
-    if setup.loader.device == "gpu":
-        device.wait_asleep(setup.loader.gpu_id)
-    decoders = [Decoder(setup.data, setup.loader, said) for _ in range(hands(setup.loader))]
-    for decoder in decoders:
-        warm_up(decoder)
+    decoders, lent, ready = _warmed_up(setup, said)
     if not (packet := channel.recv(PACKET_BYTES)):
         return
     begin, store = _begin.decode(packet), Store.of(setup.loader)
@@ -85,18 +99,41 @@ def _serve(setup: Setup, channel: socket.socket, said: Said) -> None:
     index = Index.open(setup.shards, setup.data, folder, store, ask=False)
     reader = Reader(store, expected=index.fingerprints)
     segment = Segment.attach(begin.segment, begin.slots, begin.slot_bytes)
-    if setup.loader.device == "gpu":
+    if lent:
         device.page_lock(segment.array, setup.loader.gpu_id)
-    fillers = [Filler(setup.data, index, reader, decoder, setup.loader.threads) for decoder in decoders]
-    _send(channel, Ready())
+    fillers = [Filler(setup.data, index, reader, decoder, setup.loader.threads, lent) for decoder in decoders]
+    _send(channel, ready)
     fills = [partial(_fill, channel, segment, filler) for filler in fillers]
     stop = partial(channel.shutdown, socket.SHUT_RD)
-    Hands(fills, partial(_next_task, channel), partial(_send, channel), stop).serve()
+    Hands(fills, partial(_next_task, channel, lent), partial(_send, channel), stop).serve()
 
 
-def _next_task(channel: socket.socket) -> Task | None:
-    packet = channel.recv(PACKET_BYTES)
-    return _task.decode(packet) if packet else None
+def _warmed_up(setup: Setup, said: Said) -> tuple[list[Decoder], LentParts | None, Ready]:
+    """A decoder for each hand, known to work; on a GPU also what maps readers' memory, and what all this took."""
+    gpu_id, on_gpu = setup.loader.gpu_id, setup.loader.device == "gpu"
+    uuid = device_uuid(gpu_id) if on_gpu else ""
+    before = nvml.used_bytes(uuid) if on_gpu else 0
+    if on_gpu:
+        device.wait_asleep(gpu_id)
+    decoders = [Decoder(setup.data, setup.loader, said) for _ in range(hands(setup.loader))]
+    for decoder in decoders:
+        warm_up(decoder)
+    if not on_gpu:
+        return decoders, None, Ready()
+    lent = LentParts(Gpu(gpu_id))
+    return decoders, lent, Ready(uuid, max(0, nvml.used_bytes(uuid) - before))
+
+
+def _next_task(channel: socket.socket, lent: LentParts | None) -> Task | None:
+    """The next task, after doing what else the daemon orders; None once it hung up."""
+    while packet := channel.recv(PACKET_BYTES):
+        order = _order.decode(packet)
+        if isinstance(order, Task):
+            return order
+        if lent:
+            lent.forget(order.handle)
+        _send(channel, Forgotten(order.handle))
+    return None
 
 
 def _fill(channel: socket.socket, segment: Segment, filler: Filler, task: Task) -> Done:

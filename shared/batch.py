@@ -14,6 +14,7 @@ import numpy as np
 from shared.sections import AudioSection, DataSection, ImageSection
 
 ALIGN = 64
+PIXELS = "pixels_NHWC"
 IGNORE = -100
 
 
@@ -55,6 +56,11 @@ class BatchSpec(msgspec.Struct, frozen=True):
     group: int
     fields: tuple[FieldSpec, ...]
     size_bytes: int
+
+    @property
+    def pixels(self) -> FieldSpec:
+        """The pictures: the one field that may lie in device memory instead of the slot."""
+        return next(field for field in self.fields if field.name == PIXELS)
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -162,7 +168,7 @@ def batch_spec(group: Group) -> BatchSpec:
     wanted = [
         *((name, "int32", text) for name in ("tokens_T", "labels_T", "positions_T", "segments_T", "features_T")),
         ("cu_seqlens", "int32", (group.samples + 2,)),
-        ("pixels_NHWC", "uint8", (group.images, height, width, 3)),
+        (PIXELS, "uint8", (group.images, height, width, 3)),
         ("clips_MS", "int16", (group.clips, group.clip_samples)),
         ("clip_lengths_M", "int32", (group.clips,)),
     ]

@@ -289,6 +289,9 @@ def _check_lanes(config: RunConfig) -> None:
             require(value.startswith(schemes), f"loader.{name}", value, rule, "for example tcp://node7:9200")
     rule = "must differ from each other: a daemon is tried once a round"
     require(len(set(loader.endpoints)) == len(loader.endpoints), "loader.endpoints", "given", rule, "remove one")
+    ok = loader.device == "gpu" or loader.lane != "cuda"
+    rule = "needs loader.device: gpu: pixels that are decoded on a CPU lie in slots"
+    require(ok, "loader.lane", loader.lane, rule, "set loader.device=gpu or loader.lane=auto")
     largest = max(batch_spec(group).size_bytes for group in groups(config.data))
     ok = largest <= MAX_PAYLOAD_BYTES or not (loader.listen or loader.lane == "tcp")
     rule = f"makes a micro-batch of {largest} bytes, and the tcp lane takes at most {MAX_PAYLOAD_BYTES}"

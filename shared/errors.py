@@ -10,6 +10,7 @@ The tree::
     │   └── TooManyBadSamples  the share of bad samples is over its limit
     ├── ProtocolError        the two halves cannot talk: version, digest, junk
     ├── SlotError            shared-memory slots: too large, lost, reused
+    ├── DeviceError          a call of CUDA's driver failed; the text names it and the code
     ├── LoaderTimeout        a named wait ran over its named bound
     ├── CheckpointError      a checkpoint that cannot be trusted
     └── NumericsError        training cannot go on: losses or gradients are not finite, or ranks drifted apart
@@ -54,6 +55,10 @@ class ProtocolError(MillstreamError):
 
 class SlotError(MillstreamError):
     """Shared-memory slots cannot be made, mapped or trusted."""
+
+
+class DeviceError(MillstreamError):
+    """A call of CUDA's driver failed, or there is no driver."""
 
 
 class LoaderTimeout(MillstreamError):

@@ -134,8 +134,10 @@ class LoaderSection(Section, frozen=True):
     `endpoint` is this node's daemon; `listen` a second address it serves, tcp://HOST:PORT, for readers elsewhere.
     `endpoints` are the daemons that a trainer reads from, by default `endpoint` alone: data rank r begins with number
     r of them, and goes to the next when one is lost. `lane` is how batches come: through shared memory (`slots`), as
-    frames (`tcp`), or the first where it can be mapped (`auto`). `keys_dir` holds what `millstream-loader keys` made;
-    a TCP address off the loopback is refused without it unless `allow_plain_tcp` is set.
+    frames (`tcp`), or the first where it can be mapped (`auto`). `cuda` is `slots`, but pixels stay on the GPU where
+    the daemon decodes on that of a stream's only reader (`device: gpu`); it takes `slots_per_stream` x the pixels of
+    the largest micro-batch of the GPU's memory. `keys_dir` holds what `millstream-loader keys` made; a TCP address off
+    the loopback is refused without it unless `allow_plain_tcp` is set.
     `slots_per_stream` and `max_streams` count for each job apart: the run file's own and those of `jobs`.
     With `index_dir` the indexes lie there, not beside the shards, and so do each job's last two epochs' plans, 16 bytes
     a sample, which a daemon that starts again maps instead of making them. Readers of a stream that starve because all
@@ -149,7 +151,7 @@ class LoaderSection(Section, frozen=True):
     endpoint: str = "ipc:///tmp/millstream-{uid}-{job}.sock"
     listen: str = ""
     endpoints: tuple[str, ...] = ()
-    lane: Literal["auto", "slots", "tcp"] = "auto"
+    lane: Literal["auto", "slots", "tcp", "cuda"] = "auto"
     keys_dir: str = ""
     allow_plain_tcp: bool = False
     jobs: tuple[JobSection, ...] = ()

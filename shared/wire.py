@@ -17,13 +17,14 @@ from shared.errors import ProtocolError
 
 T = TypeVar("T")
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_TO_DAEMON_BYTES = 1 << 16
 MAX_PAYLOAD_BYTES = 1 << 30
 
-Lane = Literal["slots", "tcp"]
-"""How a batch's bytes reach a reader: in shared memory that it maps, or as a frame over the socket."""
+Lane = Literal["slots", "tcp", "cuda"]
+"""How a batch's bytes reach a reader: in shared memory that it maps, as a frame over the socket, or in shared memory
+and, for pixels, in device memory that it lends."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -43,6 +44,7 @@ class Hello(Message, frozen=True):
 
     `digest` is empty for a client that holds no data section and takes what is served, `job` for one that reads the
     daemon's own job. `lane` has a default so that a greeting of protocol 1 is refused in words, not as junk.
+    `device` is the UUID of the reader's GPU in the cuda lane.
     """
 
     protocol: int
@@ -55,10 +57,15 @@ class Hello(Message, frozen=True):
     cursor: Cursor
     process: Process
     lane: Lane = "slots"
+    device: str = ""
 
 
 class Welcome(Message, frozen=True):
-    """Daemon -> reader: where the slots lie (`segment` is empty in the tcp lane) and how every group is laid out."""
+    """Daemon -> reader: where the slots lie (`segment` is empty in the tcp lane) and how every group is laid out.
+
+    In the cuda lane `device_parts` is how many batches' pixels the reader may lend room for, and 0 means that all go to
+    slots, because of `device_refusal`.
+    """
 
     protocol: int
     digest: str
@@ -68,6 +75,26 @@ class Welcome(Message, frozen=True):
     heartbeat_s: float
     micro_batches: int
     specs: tuple[BatchSpec, ...]
+    device_parts: int = 0
+    device_refusal: str = ""
+
+
+class Lend(Message, frozen=True):
+    """Reader -> daemon: device memory for the pixels of later batches, `parts` of `part_bytes` each, until BYE.
+
+    `handle` is its CUDA IPC handle. `hashed`: checksums are to cover pixels there too.
+    """
+
+    handle: bytes
+    parts: int
+    part_bytes: int
+    hashed: bool = False
+
+
+class Returned(Message, frozen=True):
+    """Daemon -> reader, after BYE: no process of ours has that memory open any more."""
+
+    handle: bytes
 
 
 class Credit(Message, frozen=True):
@@ -82,7 +109,9 @@ class Batch(Message, frozen=True):
     `counts` are samples, images, clips, tokens and label tokens in this micro-batch; `step_labels` the label tokens
     the plan holds for the whole global batch, the same on every rank, known before the forward starts. `skipped_from`
     is where the steps begin that are passed over on request just before this batch, `imbalance` the estimated cost of
-    the step's most loaded data rank over the mean.
+    the step's most loaded data rank over the mean. `device_part` is the part of lent memory that holds the pixels, or
+    -1: they lie in the slot. Where they lie apart, `checksum` is of the bytes before and after them, unless the memory
+    was lent `hashed`.
     """
 
     cursor: Cursor
@@ -98,6 +127,7 @@ class Batch(Message, frozen=True):
     substituted: int = 0
     skipped_from: Cursor | None = None
     imbalance: float = 1.0
+    device_part: int = -1
 
 
 class Release(Message, frozen=True):
@@ -128,8 +158,8 @@ class Bye(Message, frozen=True):
     """Reader -> daemon: the session is over; its leases are returned."""
 
 
-ToDaemon = Union[Hello, Credit, Release, Heartbeat, Bye]
-ToReader = Union[Welcome, Batch, Heartbeat, Failure, Drain]
+ToDaemon = Union[Hello, Lend, Credit, Release, Heartbeat, Bye]
+ToReader = Union[Welcome, Batch, Returned, Heartbeat, Failure, Drain]
 
 _encoder = msgspec.msgpack.Encoder()
 _to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shared import wire
-from shared.batch import BatchSpec, Cursor
+from shared.batch import PIXELS, BatchSpec, Cursor
 from shared.errors import SlotError
 from shared.slots import HEADER_BYTES, Segment
 from shared.telemetry import logger
@@ -46,15 +46,33 @@ class Counts(msgspec.Struct, frozen=True):
     labels: int
 
 
+class Lent(Protocol):
+    """Device memory that a daemon writes pixels into, in equal parts."""
+
+    hashed: bool
+    """Whether checksums cover the pixels there."""
+
+    def part(self, number: int, size_bytes: int) -> torch.Tensor:
+        """The first bytes of a part, uint8."""
+
+    def lease(self) -> None:
+        """One more batch may lie there."""
+
+    def give_back(self) -> None:
+        """One batch fewer."""
+
+
 class Attachment:
-    """A mapped segment and how many leases lie on it; unmapped once retired and free of leases.
+    """A mapped segment, the device memory beside it if any was lent, and how many leases lie on both.
+
+    The segment is unmapped once retired and free of leases.
 
     Tensors over a slot are made once for each layout and used again: making them costs more than all else in handing
     a batch over.
     """
 
-    def __init__(self, segment: Segment, unregister: Unregister) -> None:
-        self.segment, self._unregister = segment, unregister
+    def __init__(self, segment: Segment, unregister: Unregister, memory: Lent | None = None) -> None:
+        self.segment, self._unregister, self.memory = segment, unregister, memory
         self._leases, self._retired, self._open = 0, False, True
         self._tensors: dict[tuple[int, int], tuple[BatchSpec, torch.Tensor, dict[str, torch.Tensor]]] = {}
 
@@ -75,10 +93,14 @@ class Attachment:
     def lease(self) -> None:
         """One more batch lies on the segment."""
         self._leases += 1
+        if self.memory:
+            self.memory.lease()
 
     def give_back(self) -> None:
         """One batch fewer."""
         self._leases -= 1
+        if self.memory:
+            self.memory.give_back()
         self._close_if_idle()
 
     def retire(self) -> None:
@@ -100,6 +122,8 @@ class Batch:
     Attributes:
         fields: name -> tensor over the slot, with dtypes and shapes of the group's `BatchSpec`.
         payload: all of the batch's bytes, uint8 of `spec.size_bytes`, in which `fields` lie at their offsets.
+        pixels: None; or, where the pixels lie in device memory, their bytes there. Then `pixels_NHWC` is a tensor over
+            them, and their place in `payload` holds nothing of use.
         cursor, after: place of this batch, and of the next one: the cursor to save once this one is consumed.
         batch_id, group, checksum: as the daemon sent them.
         counts: samples, images, clips, tokens and label tokens in this micro-batch.
@@ -117,6 +141,10 @@ class Batch:
         self.step_labels, self.sample_ids, self.substituted = header.step_labels, header.sample_ids, header.substituted
         self.skipped_from = header.skipped_from
         self.payload, self.fields = attachment.tensors(header.slot, spec)
+        self.pixels: torch.Tensor | None = None
+        if header.device_part >= 0 and attachment.memory:
+            self.pixels = attachment.memory.part(header.device_part, spec.pixels.size_bytes)
+            self.fields[PIXELS] = self.pixels.view(spec.pixels.shape)
         self.kept = False
         self.released = False
         self.give_back: Callable[[Batch, Event | None], None] = _not_leased
@@ -156,11 +184,20 @@ class Batch:
 
     def check_payload(self) -> None:
         """Raise SlotError when the bytes are not those the daemon summed (xxh3, 63 bits)."""
-        found = checksum(self.payload.numpy())
+        found = checksum(*self._summed())
         if found != self.checksum:
             self.check_lease()
             text = f"batch {self.batch_id} has checksum {found:016x}, {self.checksum:016x} expected"
             raise SlotError(f"{text}: the slot's bytes are not those that were sent")
+
+    def _summed(self) -> list[NDArray[np.uint8]]:
+        """The bytes that the checksum is of, in order."""
+        payload = self.payload.numpy()
+        if self.pixels is None or self.attachment.memory is None:
+            return [payload]
+        start, end = self.spec.pixels.offset, self.spec.pixels.offset + self.spec.pixels.size_bytes
+        pixels = [self.pixels.cpu().numpy()] if self.attachment.memory.hashed else []
+        return [payload[:start], *pixels, payload[end:]]
 
 
 def _not_leased(batch: Batch, event: Event | None) -> None:
@@ -224,9 +261,23 @@ class Leases:
         self._give_back(batch, session)
 
 
-def checksum(payload: NDArray[np.uint8]) -> int:
-    """xxh3-64 of the bytes, without the top bit (it travels as a signed integer)."""
-    return xxhash.xxh3_64_intdigest(payload.data) & CHECKSUM_MASK
+def checksum(*pieces: NDArray[np.uint8]) -> int:
+    """xxh3-64 of the bytes of all pieces, without the top bit (it travels as a signed integer)."""
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece.data)
+    return digest.intdigest() & CHECKSUM_MASK
+
+
+def gather(out: torch.Tensor, batch: Batch) -> None:
+    """Queue copies of all of a batch's bytes to `out` (uint8, on any device), pixels from wherever they lie."""
+    if batch.pixels is None:
+        out[: batch.spec.size_bytes].copy_(batch.payload, non_blocking=True)
+        return
+    start, end = batch.spec.pixels.offset, batch.spec.pixels.offset + batch.spec.pixels.size_bytes
+    out[:start].copy_(batch.payload[:start], non_blocking=True)
+    out[start:end].copy_(batch.pixels, non_blocking=True)
+    out[end : batch.spec.size_bytes].copy_(batch.payload[end:], non_blocking=True)
 
 
 def views(payload: torch.Tensor, spec: BatchSpec) -> dict[str, torch.Tensor]:

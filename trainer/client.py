@@ -2,14 +2,17 @@
 
 It needs torch, numpy, msgspec, pyzmq and xxhash, nothing of the trainer. No threads: everything, heartbeats included,
 happens inside the calls, and each wait ends by `wait_s`. The protocol itself is in `session.py`, the ways for batches
-(shared memory, TCP) in `lanes.py`.
+(shared memory, TCP, device memory) in `lanes.py`.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
+
+import torch
 
 from shared import wire
 from shared.batch import Cursor
@@ -19,8 +22,11 @@ from shared.keys import reader_keys
 from shared.sections import DataSection
 from shared.telemetry import logger
 from trainer.batches import Batch, Leases, Register
-from trainer.lanes import Arrival, Peers
+from trainer.cuda_lane import CudaLane
+from trainer.lanes import Arrival, Lane, SlotsLane
+from trainer.lending import Allocator, find_allocator
 from trainer.link import Links
+from trainer.peers import Peers
 from trainer.pinning import pin
 from trainer.session import Granted, Session
 from trainer.waits import WaitHistogram, WaitStats
@@ -48,9 +54,12 @@ class LoaderClient:
         wait_s: bound of every wait for a batch.
         steps: end the iteration after so many global steps; None never ends it.
         verify: recompute each batch's checksum when it is handed over.
-        lane: slots (shared memory), tcp (frames, from any host), or auto: the first where it can be mapped.
+        lane: slots (shared memory), tcp (frames, from any host), auto (the first where it can be mapped), or cuda:
+            slots, with pixels in device memory where the daemon decodes on our GPU and we read the stream alone.
+        device: the GPU of the cuda lane; None is torch's current one.
         keys_dir: the folder of daemon.public and reader.secret, for daemons that ask for keys over TCP.
         register: page-locks memory that batches lie in and returns what undoes that; None does so where CUDA is.
+        allocator: makes the device memory of the cuda lane; None does so on `device`.
 
     Raises:
         ConfigError: the keys cannot be used.
@@ -71,14 +80,19 @@ class LoaderClient:
         wait_s: float = 120.0,
         steps: int | None = None,
         verify: bool = False,
-        lane: Literal["auto", "slots", "tcp"] = "auto",
+        lane: Literal["auto", "slots", "tcp", "cuda"] = "auto",
+        device: torch.device | str | None = None,
         keys_dir: str = "",
         register: Register | None = None,
+        allocator: Allocator | None = None,
     ) -> None:
         place = (data_rank, data_ranks, reader, readers, cursor)
         hello = wire.Hello(wire.PROTOCOL, job, digest(data) if data else "", *place, wire.this_process())
         endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(endpoint)
-        peers = Peers.build(endpoints, data_rank, lane, register or pin)
+        if lane == "cuda":
+            allocator = allocator or find_allocator(device)
+        make = partial(_cuda_lane, register or pin, allocator, verify)
+        peers = Peers.build(endpoints, data_rank, lane, register or pin, make)
         self._wait_s, self._steps_left, self._verify = wait_s, steps, verify
         self._links = Links(reader_keys(Path(keys_dir)) if keys_dir else None)
         self._leases = Leases(self._give_back)
@@ -222,6 +236,11 @@ class LoaderClient:
             raise ProtocolError(f"the client of {self._session.name} is closed")
         self._leases.flush()
         self._session.turn(seconds)
+
+
+def _cuda_lane(register: Register, allocator: Allocator | None, verify: bool) -> Lane:
+    """The slots lane where there is no device memory to lend."""
+    return CudaLane(register, allocator, verify) if allocator else SlotsLane(register)
 
 
 def _batch(arrival: Arrival, granted: Granted, waited_s: float) -> Batch:

@@ -4,6 +4,7 @@
 `tcp`: the bytes follow the header as a frame, which is received into a landing slot of our own, laid out like the
 daemon's slots, page-locked like them, used again when its batch is released. There are as many landing slots as
 batches were held at once: the credits granted and what the trainer keeps.
+`cuda` (`cuda_lane.py`): slots, but for pixels, which the daemon writes into device memory that we lend it.
 """
 
 import mmap
@@ -15,12 +16,10 @@ from numpy.typing import NDArray
 
 from shared import wire
 from shared.batch import BatchSpec
-from shared.errors import ConfigError, ProtocolError, SlotError
+from shared.errors import ProtocolError, SlotError
 from shared.slots import HEADER_BYTES, PAGE_BYTES, Segment
 from trainer.batches import Attachment, Register
 
-LANES = ("auto", "slots", "tcp")
-MAX_ATTACH_FAILURES = 3
 MIN_BYTES_PER_S = 8_000_000
 """A daemon whose link carries less than this counts as silent: a heartbeat may stand behind whole batches."""
 
@@ -38,6 +37,8 @@ class Lane(Protocol):
     name: wire.Lane
     max_bytes: int
     """Of a frame on the link."""
+    device: str
+    """UUID of the GPU whose memory may be lent, or ""."""
 
     def attach(self, welcome: wire.Welcome) -> None:
         """Make ready for what the session grants; raises SlotError where that cannot be."""
@@ -55,11 +56,64 @@ class Lane(Protocol):
     def returns_at_once(self) -> bool:
         """Whether the daemon's slot is free as soon as the batch is here."""
 
+    @property
+    def parts(self) -> int:
+        """Parts of lent device memory that a header may name."""
+
+    @property
+    def lent(self) -> bool:
+        """Whether the daemon's processes may have device memory of ours open."""
+
+    def lend(self) -> wire.Lend | None:
+        """What is lent to the session that was attached last."""
+
+    def returned(self, handle: bytes) -> None:
+        """The daemon's processes have that device memory open no more."""
+
+    def daemon_gone(self) -> None:
+        """The daemon's processes are gone, and what they had open with them."""
+
+    def close(self) -> None:
+        """Unmap, once nothing is leased; the lane may be used again."""
+
+    def end(self) -> None:
+        """Close for good."""
+
+
+class HostLane:
+    """What lanes without device memory have in common."""
+
+    device = ""
+
+    @property
+    def parts(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def lent(self) -> bool:
+        """Nothing is."""
+        return False
+
+    def lend(self) -> wire.Lend | None:
+        """Nothing."""
+        return None
+
+    def returned(self, handle: bytes) -> None:
+        """Nothing was lent."""
+
+    def daemon_gone(self) -> None:
+        """Nothing was lent."""
+
     def close(self) -> None:
         """Unmap, once nothing is leased."""
 
+    def end(self) -> None:
+        """Close for good."""
+        self.close()
 
-class SlotsLane:
+
+class SlotsLane(HostLane):
     """Shared memory. `register` page-locks it."""
 
     name: wire.Lane = "slots"
@@ -106,7 +160,7 @@ class SlotsLane:
             self._attachment = None
 
 
-class TcpLane:
+class TcpLane(HostLane):
     """Payload frames. `register` page-locks each landing slot once."""
 
     name: wire.Lane = "tcp"
@@ -158,75 +212,3 @@ class TcpLane:
         slot = Attachment(segment, self._register(segment.array))
         self._slots.append(slot)
         return slot
-
-
-class Peer:
-    """One daemon that may be read from, and the lane to it. In `auto` that is tcp once its slots cannot be mapped."""
-
-    def __init__(self, endpoint: str, lane: Lane, fallback: Lane | None) -> None:
-        self.endpoint, self.lane, self._fallback = endpoint, lane, fallback
-        self._failures = 0
-
-    def attach(self, welcome: wire.Welcome) -> bool:
-        """Make ready for the session; False when it must be opened anew.
-
-        Raises:
-            SlotError: the batches cannot be reached, again and again.
-        """
-        try:
-            self.lane.attach(welcome)
-        except SlotError:
-            self._failures += 1
-            if self._failures < MAX_ATTACH_FAILURES:
-                return False
-            if self._fallback is None:
-                raise
-            self.lane, self._fallback, self._failures = self._fallback, None, 0
-            return False
-        self._failures = 0
-        return True
-
-
-class Peers:
-    """The daemons in turn. Losing one leads to the next; after the last comes the first."""
-
-    def __init__(self, peers: list[Peer], first: int) -> None:
-        self._peers, self._at = peers, first % len(peers)
-
-    @classmethod
-    def build(cls, endpoints: tuple[str, ...], first: int, lane: str, register: Register) -> "Peers":
-        """Each endpoint with lanes of its own; `lane` is auto, slots or tcp.
-
-        Raises:
-            ConfigError: no endpoint, or no such lane.
-        """
-        if not endpoints:
-            raise ConfigError("loader.endpoints", "()", "must name at least one daemon", "add one")
-        if lane not in LANES:
-            raise ConfigError("loader.lane", lane, f"must be one of {', '.join(LANES)}", "use auto")
-        peers = []
-        for endpoint in endpoints:
-            tcp = TcpLane(register)
-            wanted: Lane = tcp if lane == "tcp" else SlotsLane(register)
-            peers.append(Peer(endpoint, wanted, tcp if lane == "auto" else None))
-        return cls(peers, first)
-
-    def __len__(self) -> int:
-        return len(self._peers)
-
-    @property
-    def current(self) -> Peer:
-        """The one to read from."""
-        return self._peers[self._at]
-
-    def go_on(self) -> None:
-        """To the next one; what lay ready for this one is given back."""
-        left = self.current
-        self._at = (self._at + 1) % len(self._peers)
-        if self.current is not left:
-            left.lane.close()
-
-    def close(self) -> None:
-        """Close every lane."""
-        for peer in self._peers:
-            peer.lane.close()

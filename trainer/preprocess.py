@@ -1,8 +1,9 @@
 """From a leased `Batch` to a `DeviceBatch`: copy to the device, then patches, log-mel frames and index tensors there.
 
 On CUDA there are two device buffers, A and B, used in turn. The bytes of a slot go to one of them in a single copy on a
-copy stream; its event gives the slot back and lets the compute stream go on with one CUDA graph per (group, buffer). So
-the copy of batch n+1 runs beside the step of batch n. Invariants: a buffer is overwritten only after the graph that
+copy stream (in the cuda lane the pixels by a copy of their own, from device memory); its event gives the slot back and
+lets the compute stream go on with one CUDA graph per (group, buffer). So the copy of batch n+1 runs beside the step of
+batch n. Invariants: a buffer is overwritten only after the graph that
 reads it has run, and a `DeviceBatch` is valid until the second next one is asked for, for work queued on the stream
 that was current then. On a CPU the same path runs eagerly, everything is copied, and a batch stays valid for good.
 
@@ -22,7 +23,7 @@ from shared.batch import BatchSpec, Cursor, batch_spec, groups
 from shared.model_sections import ModelSection
 from shared.sections import DataSection
 from trainer.audio_frontend import mel_filters_fm
-from trainer.batches import Batch, Counts, views
+from trainer.batches import Batch, Counts, gather, views
 from trainer.features import LogMel, Patches
 
 BUFFERS = 2
@@ -180,7 +181,8 @@ class EagerLane:
 
     def stage(self, batch: Batch) -> Tensor:
         """A copy of the batch's bytes; the batch is released."""
-        payload = batch.payload.clone()
+        payload = torch.empty_like(batch.payload)
+        gather(payload, batch)
         batch.release()
         return payload
 
@@ -228,7 +230,7 @@ class GraphLane:
         self._staged += 1
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(buffer.consumed)
-            buffer.payload[: batch.spec.size_bytes].copy_(batch.payload, non_blocking=True)
+            gather(buffer.payload, batch)
         buffer.copied = _event()
         buffer.copied.record(self._copies)
         batch.release(buffer.copied)

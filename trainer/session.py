@@ -6,6 +6,7 @@ position is ours. A batch from before the expected cursor is a duplicate and is 
 protocol, so each batch is handed over exactly once, whoever died meanwhile.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,14 +19,17 @@ from shared.batch import BatchSpec, Cursor
 from shared.errors import ProtocolError, SlotError, TooManyBadSamples
 from shared.telemetry import RateLimited, logger
 from trainer.batches import room_for
-from trainer.lanes import Arrival, Lane, Peers
+from trainer.lanes import Arrival, Lane
 from trainer.link import Land, Received
+from trainer.peers import Peers
 
 QUIET_S = 2.0
 FIRST_HELLO_S = 3.0
 MAX_HELLO_S = 30.0
 MAX_PAUSE_S = 1.0
 CONNECT_S = 3.0
+RETURN_S = 3.0
+POLL_S = 0.05
 BUSY = ("draining", "no_slots")
 BROKEN = "daemon_error"
 
@@ -141,9 +145,24 @@ class Session:
         self._attempts = min(self._attempts + 1, 10)
 
     def close(self) -> None:
-        """BYE, and unmap once no batch is held."""
+        """BYE, and unmap once no batch is held. Lent memory is waited for, RETURN_S at most."""
+        if self.granted and self._link and self._peers.current.lane.lent:
+            self._recall(self._link, self._peers.current.lane)
         self._drop_link()
         self._peers.close()
+
+    def _recall(self, link: Link, lane: Lane) -> None:
+        """End the session, and listen until the daemon says that it has let go of our memory, or is gone."""
+        self.send(wire.Bye())
+        deadline = time.monotonic() + RETURN_S
+        while lane.lent and time.monotonic() < deadline:
+            received = link.receive(POLL_S, lane.land)
+            with contextlib.suppress(ProtocolError):
+                message = wire.decode_to_reader(received.frame) if received else None
+                if isinstance(message, wire.Returned):
+                    lane.returned(message.handle)
+            if received is None and not link.up:
+                lane.daemon_gone()
 
     @property
     def name(self) -> str:
@@ -171,8 +190,9 @@ class Session:
             self._link, self._opened_at = self._open_link(peer.endpoint, peer.lane.max_bytes), time.monotonic()
 
     def _say_hello(self, link: Link, seconds: float) -> None:
-        lane = self._peers.current.lane.name
-        if link.wait_up(seconds) and link.send(msgspec.structs.replace(self._hello, cursor=self.position, lane=lane)):
+        lane = self._peers.current.lane
+        hello = msgspec.structs.replace(self._hello, cursor=self.position, lane=lane.name, device=lane.device)
+        if link.wait_up(seconds) and link.send(hello):
             self._hello_at = self._heard_at = time.monotonic()
         elif refusal := link.refusal():
             raise ProtocolError(f"refused by {self.name}: {refusal}")
@@ -220,6 +240,8 @@ class Session:
                 self._on_batch(message, received)
             case wire.Failure():
                 self._on_failure(message)
+            case wire.Returned():
+                self._peers.current.lane.returned(message.handle)
             case wire.Drain() if self.granted:
                 self.granted.draining = message.reason or "no reason given"
 
@@ -234,6 +256,8 @@ class Session:
         self.opened += 1
         name = peer.lane.name
         _log.info("session %d with %s from %s, lane %s", self.opened, self.name, place(self.position), name)
+        if lent := peer.lane.lend():
+            self.send(lent)
         self.send(wire.Credit(self._credits))
 
     def _check_welcome(self, welcome: wire.Welcome) -> None:
@@ -280,6 +304,9 @@ class Session:
         spec = granted.specs.get(header.group)
         if spec is None or not room_for(spec, granted.welcome.slot_bytes):
             raise ProtocolError(f"{sent} of group {header.group}, whose layout is unknown or does not fit a slot")
+        if not -1 <= header.device_part < (granted.lane.parts if spec.pixels.size_bytes else 0):
+            part, parts = header.device_part, granted.lane.parts
+            raise ProtocolError(f"{sent} with pixels in part {part} of device memory, of which {parts} parts are lent")
         return spec
 
     def _on_failure(self, failure: wire.Failure) -> None:

@@ -163,7 +163,10 @@ def build_parts(
 
 def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
     """This reader's client, from the start's cursor on. A collective of the stream's readers."""
-    here = readers_beside(config, ranks)
+    here, lane = readers_beside(config, ranks), config.loader.lane
+    if lane == "cuda" and len(ranks.readers) > 1:  # their batches must be told alike, wherever each one reads
+        _log.warning("pixels come through slots, not the cuda lane: %d ranks read each stream", len(ranks.readers))
+        lane = "slots"
     return LoaderClient(
         endpoints(config),
         job=config.job,
@@ -174,7 +177,8 @@ def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
         readers=len(here),
         cursor=start.cursor,
         wait_s=config.train.wait_s,
-        lane=config.loader.lane,
+        lane=lane,
+        device=ranks.device,
         keys_dir=config.loader.keys_dir,
     )
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dataloader_svc.fill import views
-from dataloader_svc.pool import KEPT_MEMORY, _environment
+from dataloader_svc.pool import KEPT_MEMORY, _around
 from dataloader_svc.tasks import Task
 from shared.batch import Group, groups
 from tests.support.daemons import make_run_file
@@ -95,6 +95,6 @@ def test_a_decoder_writes_into_the_places_it_is_given(shop: Shop) -> None:
 def test_workers_keep_freed_memory_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     name, usual = next(iter(KEPT_MEMORY.items()))
     monkeypatch.delenv(name, raising=False)
-    assert _environment()[name] == usual
+    assert _around({})[name] == usual
     monkeypatch.setenv(name, "4096")
-    assert _environment()[name] == "4096"
+    assert _around({})[name] == "4096"

@@ -9,7 +9,8 @@ import pytest
 
 from dataloader_svc import headers
 from dataloader_svc.decode import Decoder, region
-from dataloader_svc.pipeline import PipelineDecoder, Pixels
+from dataloader_svc.pipeline import PipelineDecoder
+from dataloader_svc.rows import Pixels
 from shared.batch import Bucket
 from shared.errors import SampleError
 from shared.sections import DataSection, DatasetSection, LoaderSection
