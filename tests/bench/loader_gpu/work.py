@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import yaml
@@ -22,6 +22,7 @@ class Loader(msgspec.Struct, frozen=True, tag=True):
 
     run: str
     daemon_pid: int
+    lane: Literal["auto", "cuda"] = "auto"
 
 
 class Torch(msgspec.Struct, frozen=True, tag=True):
