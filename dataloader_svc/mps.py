@@ -24,7 +24,7 @@ from shared.telemetry import logger
 
 COMMAND = "nvidia-cuda-mps-control"
 ASK_S, START_S, QUIT_S = 5.0, 10.0, 10
-POLL_S = 0.05
+LEAVE_S, POLL_S = 3.0, 0.05
 COST = "time slices, which costs the trainer 3 to 16 % of a step (docs/loaders.md, Sharing a GPU)"
 
 log = logger("mps")
@@ -178,7 +178,10 @@ def _tell(loader: LoaderSection, control: Control, how: str) -> None:
 
 
 def _leave(control: Control) -> None:
-    if clients := control.clients():
+    deadline = time.monotonic() + LEAVE_S
+    while (clients := control.clients()) and time.monotonic() < deadline:  # our own workers have only just ended
+        time.sleep(POLL_S)
+    if clients:
         text = "MPS stays, as processes %s are its clients; a later daemon ends it, or: echo quit | %s=%s %s"
         log.warning(text, clients, mps.PIPE_VARIABLE, control.pipe_dir, COMMAND)
         return

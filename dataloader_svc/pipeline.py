@@ -21,6 +21,10 @@ from shared.telemetry import RateLimited, logger
 Region = tuple[int, int, int, int]
 Size = tuple[int, int]
 
+# Of JPEGs, to the hardware decoder. By default DALI gives a third to the processors and the GPU's kernels, which the
+# trainer wants, and which third follows from the batch: a picture's bits would depend on what it is decoded beside.
+HARDWARE_SHARE = 1.0
+
 
 class PipelineDecoder:
     """For one thread at a time, on GPU `gpu_id` (None: the CPU's operators). The pipeline is made for runs of up to
@@ -86,7 +90,7 @@ def _pipeline(capacity: int, threads: int, gpu_id: int | None) -> Any:
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
         start, end, size = (fn.external_source(name=n, dtype=types.FLOAT, ndim=1) for n in ("start", "end", "size"))
         where = "cpu" if gpu_id is None else "mixed"
-        images = fn.decoders.image(encoded, device=where, output_type=types.RGB)
+        images = fn.decoders.image(encoded, device=where, output_type=types.RGB, hw_decoder_load=HARDWARE_SHARE)
         linear = {"interp_type": types.INTERP_LINEAR, "antialias": True}
         resized = fn.resize(images, size=size, roi_start=start, roi_end=end, **linear)
         pipeline.set_outputs(resized, images.shape())

@@ -70,6 +70,15 @@ def test_the_same_batch_twice_is_bit_identical(decoders: tuple[Decoder, Decoder]
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("on_the_gpu")
+def test_a_pictures_bits_do_not_depend_on_its_batch(decoders: tuple[Decoder, Decoder]) -> None:
+    """A careful task decodes one at a time what others decode together."""
+    blobs = pictures(24)
+    together = decoders[0].decode_images(blobs, BUCKET)
+    for blob, picture in zip(blobs, together, strict=True):
+        assert np.array_equal(decoders[0].decode_images([blob], BUCKET)[0], picture)  # type: ignore[arg-type]
+
+
 def test_a_bad_picture_costs_only_itself_on_the_gpu_too(decoders: tuple[Decoder, Decoder]) -> None:
     blobs = pictures(6)
     blobs[1], blobs[3] = blobs[1][: len(blobs[1]) // 2], b"junk"

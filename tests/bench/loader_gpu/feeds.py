@@ -32,8 +32,8 @@ class Landing:
         self._turn = 0
 
     def take(self, batch: Batch) -> int:
-        """Queue the copy."""
-        if not torch.cuda.is_available():
+        """Queue the copy, unless the pixels are on the device already."""
+        if not torch.cuda.is_available() or batch.pixels is not None:
             return batch.counts.images
         place, self._turn = self._turn % 2, self._turn + 1
         if place == len(self._buffers):
@@ -58,7 +58,7 @@ def opened(feed: Feed) -> Iterator[Iterator[int]]:
 def _loader(feed: Loader) -> Iterator[Iterator[int]]:
     config, landing = load(Path(feed.run)), Landing()
     mps.join(config.loader)
-    with LoaderClient(endpoint(config), job=config.job, credits=CREDITS) as client:
+    with LoaderClient(endpoint(config), job=config.job, credits=CREDITS, lane=feed.lane) as client:
         yield (landing.take(batch) for batch in client)
 
 

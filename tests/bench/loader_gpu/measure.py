@@ -11,9 +11,7 @@ import msgspec
 import torch
 import typer
 
-from dataloader_svc.decode import region
 from shared import mps
-from shared.batch import Bucket
 from shared.config import load
 from tests.bench.loader_gpu.dataset import SIZES
 from tests.bench.loader_gpu.feeds import opened
@@ -48,21 +46,21 @@ def main(
     scratch.rename(out)
 
 
-def raw(order: Raw) -> Drained:
-    """DALI's tar reader, decode ("mixed": hardware JPEG) and resize; runs overlap, results are not looked at.
-
-    The best of several batch sizes.
-    """
-    tried = []
-    for batch in order.batches:
-        pipeline = _pipeline(Path(order.folder), batch, order.threads)
+def raw(order: Raw) -> list[Drained]:
+    """DALI's tar reader, decode ("mixed": hardware JPEG) and resize; runs overlap, results are not looked at."""
+    found = []
+    for batch, share in order.runs:
+        pipeline = _pipeline(Path(order.folder), batch, share, order.threads)
         batches = (len(pipeline.run()[0]) for _ in itertools.count())
-        tried.append(_drained(batches, order.seconds, [os.getpid()]))
-    return max(tried, key=lambda found: found.images / found.seconds)
+        found.append(_drained(batches, order.seconds, [os.getpid()]))
+    return found
 
 
-def _pipeline(folder: Path, batch: int, threads: int) -> Any:
+def _pipeline(folder: Path, batch: int, share: float, threads: int) -> Any:
     from nvidia.dali import Pipeline, fn, types
+
+    from dataloader_svc.decode import region
+    from shared.batch import Bucket
 
     width, height = SIZES[folder.name]
     top, left, bottom, right = region((height, width), Bucket(SIDE, SIDE))
@@ -70,9 +68,10 @@ def _pipeline(folder: Path, batch: int, threads: int) -> Any:
     pipeline = Pipeline(batch, threads, 0 if cuda else None, prefetch_queue_depth=3)
     with pipeline:
         (encoded,) = [fn.readers.webdataset(paths=sorted(map(str, folder.glob("*.tar"))), ext=["jpg"])]
-        images = fn.decoders.image(encoded, device="mixed" if cuda else "cpu", output_type=types.RGB)
-        where = {"roi_start": [top, left], "roi_end": [bottom, right], "size": [SIDE, SIDE]}
-        pipeline.set_outputs(fn.resize(images, interp_type=types.INTERP_LINEAR, antialias=True, **where))
+        where = {"device": "mixed" if cuda else "cpu", "hw_decoder_load": share}
+        images = fn.decoders.image(encoded, output_type=types.RGB, **where)
+        part = {"roi_start": [top, left], "roi_end": [bottom, right], "size": [SIDE, SIDE]}
+        pipeline.set_outputs(fn.resize(images, interp_type=types.INTERP_LINEAR, antialias=True, **part))
     pipeline.build()
     return pipeline
 

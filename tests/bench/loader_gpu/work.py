@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import yaml
@@ -22,6 +22,7 @@ class Loader(msgspec.Struct, frozen=True, tag=True):
 
     run: str
     daemon_pid: int
+    lane: Literal["auto", "cuda"] = "auto"
 
 
 class Torch(msgspec.Struct, frozen=True, tag=True):
@@ -36,10 +37,12 @@ Feed = Loader | Torch
 
 
 class Raw(msgspec.Struct, frozen=True, tag=True):
-    """DALI alone: its own tar reader, decode and resize, results where they are made; the best of `batches`."""
+    """DALI alone: its own tar reader, decode and resize, results where they are made. Each of `runs` in turn: pictures
+    a batch, and the share of them that the hardware decoder gets.
+    """
 
     folder: str
-    batches: tuple[int, ...]
+    runs: tuple[tuple[int, float], ...]
     threads: int
     seconds: float
 
@@ -100,7 +103,7 @@ Result = TypeVar("Result")
 
 
 def ordered(order: Order, kind: type[Result], **environment: str) -> Result | str:
-    """What a fresh process measures, or the last words of one that failed."""
+    """What a fresh process measures, or the words of one that failed that tell why."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out.json"
         command = [
@@ -118,8 +121,8 @@ def ordered(order: Order, kind: type[Result], **environment: str) -> Result | st
             return f"nothing within {CHILD_S:g} s"
         if out.exists():
             return msgspec.json.decode(out.read_bytes(), type=kind)
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        return (words or [f"exit code {done.returncode}"])[-1][:200]
+        words = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        return next((line for line in reversed(words) if "Error" in line), words[-1])[:200]
 
 
 def alone() -> dict[str, str]:

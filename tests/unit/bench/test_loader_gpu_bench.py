@@ -36,7 +36,7 @@ def test_rates_stand_beside_raw_dalis() -> None:
 
 def test_a_measurement_that_fails_keeps_its_row_with_the_reason(tmp_path: Path) -> None:
     for order in (
-        Raw(str(tmp_path / "640x480"), (2,), 1, 0.1),
+        Raw(str(tmp_path / "640x480"), ((2, 1.0),), 1, 0.1),
         Drain(Torch(str(tmp_path), workers=0, batch=2), 0.1),
     ):
         found = ordered(order, Drained)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     monkeypatch.setattr(places, "CUDA_PIPE_DIR", tmp_path / "nvidia-mps")
     monkeypatch.setattr(mps, "ASK_S", 1.0)
     monkeypatch.setattr(mps, "QUIT_S", 0)
+    monkeypatch.setattr(mps, "LEAVE_S", 0.5)
     monkeypatch.setattr(logging.getLogger("millstream"), "propagate", True)
     caplog.set_level(logging.INFO, "millstream")
     yield tmp_path
@@ -162,6 +164,13 @@ def test_a_trainer_that_is_a_client_keeps_its_gpu(folder: Path, caplog: pytest.L
     (own_pipe() / "clients").unlink()
     with sharing(START):
         pass
+    assert not Control(own_pipe()).answers()
+
+
+def test_a_client_that_is_just_leaving_is_waited_for(folder: Path) -> None:
+    with ThreadPoolExecutor(1) as thread, sharing(START):
+        (own_pipe() / "clients").write_text("4711\n")
+        thread.submit(lambda: (time.sleep(0.2), (own_pipe() / "clients").unlink()))
     assert not Control(own_pipe()).answers()
 
 
