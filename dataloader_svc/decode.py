@@ -19,7 +19,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloader_svc import clips, headers, jpeg, native
+from dataloader_svc import clips, headers, jpeg, native, scan
 from dataloader_svc.crew import Crew
 from dataloader_svc.headers import ImageFacts
 from dataloader_svc.pipeline import PipelineDecoder, Region, Size, last_line
@@ -88,9 +88,11 @@ class Decoder:
 
     def _facts(self, blob: bytes) -> ImageFacts | SampleError:
         try:
-            return headers.image_facts(blob, self._data.image)
+            facts = headers.image_facts(blob, self._data.image)
         except SampleError as error:
             return error
+        unheard = scan.damage(blob) if self._batches and headers.is_jpeg(blob) else None
+        return unheard or facts
 
     def _decode(
         self, blobs: list[bytes], facts: list[ImageFacts], places: list[Place], bucket: Bucket

@@ -190,7 +190,7 @@ class Filler:
             images = self._decoder.decode_images([sample.image for sample in samples], group.bucket, pixels)
         if group.clip_samples:
             clips = self._crew.map(partial(self._clip, group), samples)
-        return [self._joined(*part) for part in zip(ids, images, clips, map(self._caption, samples), strict=True)]
+        return [self._joined(*part) for part in zip(ids, images, clips, self._captions(samples), strict=True)]
 
     def _clip(self, group: Group, sample: Encoded) -> NDArray[np.int16] | SampleError:
         """The clip, no longer than the plan has room for: a header may promise fewer samples than the decoder gives.
@@ -200,12 +200,20 @@ class Filler:
         limit = self._planned_clip_tokens(sample.row, group) * self._data.audio.samples_per_token
         return self._decoder.decode_audio(sample.audio, limit) if limit else NO_CLIP
 
-    def _caption(self, sample: Encoded) -> list[int] | SampleError:
+    def _captions(self, samples: Sequence[Encoded]) -> list[list[int] | SampleError]:
+        """Each caption's ids, cut to the token limit."""
+        found: list[Any] = [self._words(sample) for sample in samples]
+        places = [place for place, words in enumerate(found) if isinstance(words, str)]
+        ids = self._tokenizer.encode_all([found[place] for place in places])
+        for place, caption in zip(places, ids, strict=True):
+            found[place] = caption[: self._data.text.max_tokens]
+        return found
+
+    def _words(self, sample: Encoded) -> str | SampleError:
         try:
-            words = text.caption(sample.text, self._data.text.bad_utf8)
+            return text.caption(sample.text, self._data.text.bad_utf8)
         except SampleError as error:
             return error
-        return self._tokenizer.encode(words)[: self._data.text.max_tokens]
 
     @staticmethod
     def _joined(sample_id: int, image: Any, clip: Any, caption: Any) -> Outcome:

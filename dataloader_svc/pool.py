@@ -314,7 +314,10 @@ def _spawn(setup: Setup, environment: Mapping[str, str]) -> Worker:
 
 
 def _around(environment: Mapping[str, str]) -> dict[str, str]:
-    """Ours, KEPT_MEMORY, `environment`, and the folder this package was imported from first on the module path."""
+    """Ours, KEPT_MEMORY, no threads but `loader.threads`, `environment`, and this package's folder first on the module
+    path.
+    """
     root = str(Path(__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**KEPT_MEMORY, **os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
+    quiet = {**KEPT_MEMORY, "TOKENIZERS_PARALLELISM": "false"}
+    return {**quiet, **os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}

@@ -22,9 +22,9 @@ SPECIALS = ("<pad>", "<bos>", "<eos>", "<image>", "<audio>")
 
 
 class Codec(Protocol):
-    """Text to ids and back, special tokens apart."""
+    """Texts to ids, and back; special tokens apart."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -58,7 +58,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a caption. Special tokens written out in it never become special ids."""
-        return [i for i in self._codec.encode(text) if i not in self._specials]
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each, in less time than one by one."""
+        return [[i for i in ids if i not in self._specials] for ids in self._codec.encode(texts)]
 
     def count(self, text: str) -> int:
         """How many tokens `encode` gives."""
@@ -70,8 +74,8 @@ class Tokenizer:
 
 
 class _Bytes:
-    def encode(self, text: str) -> list[int]:
-        return [b + len(SPECIALS) for b in text.encode("utf-8", "replace")]
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[b + len(SPECIALS) for b in text.encode("utf-8", "replace")] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i - len(SPECIALS) for i in ids).decode("utf-8", "replace")
@@ -84,8 +88,9 @@ class _Json:
         model.no_padding()
         model.encode_special_tokens = True
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._model.encode(text, add_special_tokens=False).ids)
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Without the places of tokens in the text, which `encode_batch` would find too."""
+        return [each.ids for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids), skip_special_tokens=True))

@@ -26,7 +26,7 @@ def deepspeed_config(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "zero_optimization": _zero(config, device),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": train.precision == "bf16"},
+        "bf16": {"enabled": train.precision == "bf16", "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }

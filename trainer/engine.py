@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shared.sections import MeshSection, RunConfig
 from shared.telemetry import logger
 from trainer import state
+from trainer.accumulating import accumulate_in_one_pass
 from trainer.clipping import Clipping
 from trainer.compiling import compile_blocks, compiles
 from trainer.ds_config import deepspeed_config, micro_batches_per_rank
@@ -201,6 +202,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
         settings = deepspeed_config(config, ranks.device)
         with experts.shown(model, optimizer) if experts else contextlib.nullcontext():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+        accumulate_in_one_pass(engine.optimizer)
         if experts and not clipping:
             experts.own_norm(engine.optimizer)
         if tie:

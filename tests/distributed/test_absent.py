@@ -13,12 +13,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from shared.config import load
-from tests.support.layouts import Run, differences, run_layout
+from tests.support.layouts import SGD, Alone, Run, differences, run_layout
 from tests.support.ranks import kill_ranks, start_ranks
 from tests.support.runs import run_file
 from trainer.models import build
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 STAGES = {f"zero{stage}": [*SGD, f"train.zero_stage={stage}"] for stage in range(4)} | {"adamw": ["train.zero_stage=3"]}
 EXPERTS = ["experts=4", "experts_per_token=1", "expert_mlp=64", "balance_loss=0", "router_z_loss=0"]
 UNCHOSEN = 3
@@ -29,13 +28,12 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 1)], ids=["data2", "pipe2-data2"])
 @pytest.mark.parametrize("plans", ["LOPSIDED", "WORDS"])
 def test_a_step_without_pictures_and_clips_is_that_of_one_process(
-    tmp_path: Path, plans: str, mesh: tuple[int, int, int]
+    alone: Alone, tmp_path: Path, plans: str, mesh: tuple[int, int, int]
 ) -> None:
     cases = {name: sets for name, sets in STAGES.items() if mesh[0] == 1 or name in ("zero0", "zero1")}
-    references = {"adamw": STAGES["adamw"], "zero0": STAGES["zero0"]}
-    alone = run_layout(tmp_path / "alone", (1, 1, 1), references, steps=2, plans=plans)
-    for case, run in run_layout(tmp_path / "shared", mesh, cases, steps=2, plans=plans).items():
-        assert max(differences(run, alone["adamw" if case == "adamw" else "zero0"])) <= 1e-5, case
+    wanted = alone.runs({"adamw": STAGES["adamw"], "zero0": STAGES["zero0"]}, plans=plans)
+    for case, run in run_layout(tmp_path, mesh, cases, plans=plans).items():
+        assert max(differences(run, wanted["adamw" if case == "adamw" else "zero0"])) <= 1e-5, case
 
 
 def start_without(folder: Path) -> list[str]:
@@ -59,10 +57,10 @@ def loads(run: Run) -> list[float]:
 def test_an_expert_that_no_token_chooses_gets_zeros_and_holds_nobody_up(tmp_path: Path, expert: int) -> None:
     sets = start_without(tmp_path / "start")
     cases = {name: [*sets, *each] for name, each in STAGES.items() if expert == 1 or name in ("zero0", "zero1")}
-    alone = run_layout(tmp_path / "alone", (1, 1, 1), {"zero0": cases["zero0"]}, steps=2)["zero0"]
+    alone = run_layout(tmp_path / "alone", (1, 1, 1), {"zero0": cases["zero0"]})["zero0"]
     start = load_file(tmp_path / "start" / "start.safetensors")
     assert loads(alone) == [0.0] * 4
-    for case, run in run_layout(tmp_path / "shared", (1, 2, 1, expert), cases, steps=2).items():
+    for case, run in run_layout(tmp_path / "shared", (1, 2, 1, expert), cases).items():
         if case != "adamw":
             assert max(differences(run, alone)) <= 1e-5, case
             assert loads(run) == [0.0] * 4

@@ -7,15 +7,10 @@ use for them; alone trained or frozen. The batches are those of `test_parity`: p
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
-from shared.config import load
-from tests.support.crossing import CROSS, open_gates
-from tests.support.layouts import Run, run_layout, too_far
-from tests.support.runs import run_file
-from trainer.models import build
+from tests.support.crossing import CROSS, open_start
+from tests.support.layouts import SGD, Alone, differences, run_layout, too_far
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 OTHERS = "[vision, audio, vision_projector, audio_projector, embedding, decoder, head]"
 CASES = {
     "adamw": [CROSS],
@@ -44,28 +39,37 @@ TOLERANCE = {"bf16": 3e-3}
 pytestmark = pytest.mark.slow
 
 
-def run(folder: Path, mesh: tuple[int, ...], plans: str) -> dict[str, Run]:
-    """Every case, from a file of weights in which the gates stand open."""
-    pipe, _, tensor = mesh
-    cases = CASES | (SHARED if tensor > 1 else {} if pipe > 1 else SHARDED)
-    started = {}
-    for name, sets in cases.items():
-        path = folder / f"{name}.safetensors"
-        alone = [each for each in sets if not each.startswith("mesh.")]
-        model = build.build(load(run_file(folder, "part-{0..0}.tar"), alone), "sdpa")
-        save_file(open_gates(model).state_dict(), path)
-        started[name] = [*sets, f"train.init_from={path}"]
-    return run_layout(folder / "run", mesh, started, plans=plans)
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
-    """The references: one process."""
-    return {plans: run(tmp_path_factory.mktemp(plans), (1, 1, 1), plans) for plans in ("MIXED", "LOPSIDED")}
+def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Every case, from a file of weights in which the gates stand open."""
+    folder, cases = tmp_path_factory.mktemp("starts"), CASES | SHARDED | SHARED
+    return {name: [*sets, f"train.init_from={open_start(folder, sets)}"] for name, sets in cases.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_as_one_process_does(alone: dict[str, dict[str, Run]], layout: str, tmp_path: Path) -> None:
+def test_every_layout_trains_as_one_process_does(
+    alone: Alone, started: dict[str, list[str]], layout: str, tmp_path: Path
+) -> None:
     mesh, plans = LAYOUTS[layout]
-    runs = run(tmp_path, mesh, plans)
-    assert too_far(runs, alone[plans], TOLERANCE, lambda case: SAME.get(case, case)) == {}
+    pipe, _, tensor = mesh
+    cases = CASES | (SHARED if tensor > 1 else {} if pipe > 1 else SHARDED)
+    runs = run_layout(tmp_path, mesh, {name: started[name] for name in cases}, plans=plans)
+    wanted = alone.runs({name: started[name] for name in CASES}, plans=plans)
+    assert too_far(runs, wanted, TOLERANCE, lambda case: SAME.get(case, case)) == {}
+
+
+@pytest.mark.parametrize("layout", ["pipe2-data2", "tensor2"])
+def test_a_checkpoint_goes_on_bit_for_bit_and_in_one_process(
+    started: dict[str, list[str]], layout: str, tmp_path: Path
+) -> None:
+    mesh, _ = LAYOUTS[layout]
+    cases = {name: started[name] for name in ("adamw", "second-alone", "bf16")}
+    saved = {"checkpoints": f"{tmp_path}/saved/{{case}}", "steps": 3}
+    unbroken = run_layout(tmp_path / "a", mesh, cases, save_every=2, **saved)
+    again = run_layout(tmp_path / "b", mesh, cases, resume=True, **saved)
+    for case, run in again.items():
+        assert (run.first, run.losses, run.norms) == (2, unbroken[case].losses[2:], unbroken[case].norms[2:]), case
+        assert differences(run, unbroken[case]).weights == 0, case
+    other = run_layout(tmp_path / "c", (1, 1, 1), cases, resume=True, **saved)
+    assert {run.first for run in other.values()} == {2}
+    assert too_far(other, unbroken, TOLERANCE) == {}

@@ -1,29 +1,26 @@
 """Expert parallelism, alone, in a pipeline and with replicas, trains as one process does.
 
 Auxiliary losses are far larger here than anyone would set them, so that a wrong scale shows. Each layout is launched
-once on real processes over gloo; three global batches each with every modality set, an empty pack and an empty
+once on real processes over gloo; two global batches each with every modality set, an empty pack and an empty
 caption; clipping is always active, so that an error of the gradient norm reaches the weights.
 """
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from shared.config import load
 from tests.support import packs
-from tests.support.layouts import Run, differences, run_layout, too_far
+from tests.support.layouts import EXPERTS as MODEL
+from tests.support.layouts import SGD, Alone, Run, differences, run_layout, same_experts, too_far
 from tests.support.ranks import run_ranks
 from trainer.loss import token_loss
 from trainer.models import build
 from trainer.models.moe import weigh_losses
 from trainer.source import Source
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
-EXPERTS = ["experts=4", "experts_per_token=2", "expert_mlp=64", "balance_loss=0.5", "router_z_loss=0.1"]
-MODEL = [f"model.decoder.{each}" for each in EXPERTS]
 CASES = {
     "adamw": MODEL,
     "sgd-zero0": [*MODEL, *SGD, "train.zero_stage=0"],
@@ -43,6 +40,8 @@ LAYOUTS = {
 TOLERANCE = {"bf16": 3e-3}
 MOMENTUM = [*SGD, "train.optim.momentum=0.9", "train.zero_stage=0"]
 RELAYOUT_CASES = {"adamw": MODEL, "sgd-zero0": [*MODEL, *MOMENTUM], "bf16": [*MODEL, "train.precision=bf16"]}
+HOME = (1, 4, 1, 2)
+SAVED, STEPS = 2, 3
 RELAYOUTS = {"one-process": (1, 1, 1, 1), "pipe2-expert2": (2, 2, 1, 2), "expert4": (1, 4, 1, 4)}
 EXCHANGES = {
     "mixed": [[0, 1, 1, 2, 3, 3], [0, 2, 2, 3]],
@@ -57,41 +56,23 @@ slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The reference: one process."""
-    return run_layout(tmp_path_factory.mktemp("alone"), (1, 1, 1), CASES, steps=2)
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Every case in one layout, weights merged; whatever several ranks hold is equal on them to the last bit."""
-    return run_layout(tmp_path_factory.mktemp("layout"), LAYOUTS[request.param], CASES, steps=2)
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
     """Two replicas of a pair that shares out the experts: checkpoints after two of three steps, and the whole runs."""
     folder = tmp_path_factory.mktemp("home")
     return folder, run_layout(
-        folder, (1, 4, 1, 2), RELAYOUT_CASES, checkpoints=f"{folder}/saved/{{case}}", save_every=2
+        folder, HOME, RELAYOUT_CASES, steps=STEPS, checkpoints=f"{folder}/saved/{{case}}", save_every=SAVED
     )
 
 
 @slow
-def test_every_layout_trains_as_one_process_does(alone: Runs, layout: Runs) -> None:
-    assert too_far(layout, alone, TOLERANCE) == {}
-
-
-@slow
-def test_every_layout_reports_what_one_process_does(alone: Runs, layout: Runs) -> None:
-    for case, run in layout.items():
-        tolerance = 2e-2 if case == "bf16" else 1e-5
-        for ours, theirs in zip(run.experts, alone[case].experts, strict=True):
-            assert ours and theirs
-            ours_load, theirs_load = ours.pop("load"), theirs["load"]
-            assert ours == pytest.approx({key: theirs[key] for key in ours}, rel=tolerance), case
-            np.testing.assert_allclose(ours_load, theirs_load, rtol=tolerance)
-            assert (ours["dropped_share"] > 0.3) is (case == "capacity")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_and_reports_as_one_process_does(alone: Alone, layout: str, tmp_path: Path) -> None:
+    """And whatever several ranks hold is equal on them to the last bit."""
+    runs, wanted = run_layout(tmp_path, LAYOUTS[layout], CASES), alone.runs(CASES)
+    assert too_far(runs, wanted, TOLERANCE) == {}
+    for case, run in runs.items():
+        same_experts(run, wanted[case], 2e-2 if case == "bf16" else 1e-5)
+        assert all((each["dropped_share"] > 0.3) is (case == "capacity") for each in run.experts if each), case
 
 
 @slow
@@ -126,28 +107,35 @@ def test_rows_find_their_experts_whoever_has_none(tmp_path: Path) -> None:
 
 
 @slow
-def test_a_rank_without_a_single_token_keeps_step_with_the_others(tmp_path: Path) -> None:
+def test_a_rank_without_a_single_token_keeps_step_with_the_others(alone: Alone, tmp_path: Path) -> None:
     cases = {"adamw": MODEL, "sgd-zero0": [*MODEL, *SGD, "train.zero_stage=0"]}
-    alone = run_layout(tmp_path / "alone", (1, 1, 1), cases, steps=2, plans="SILENT")
-    shared = run_layout(tmp_path / "shared", (1, 2, 1, 2), cases, steps=2, plans="SILENT")
-    for case in cases:
-        assert max(differences(shared[case], alone[case])) <= 1e-5, case
+    shared = run_layout(tmp_path, (1, 2, 1, 2), cases, plans="SILENT")
+    assert too_far(shared, alone.runs(cases, plans="SILENT"), {}) == {}
+
+
+def hold_unbroken(resumed: Runs, unbroken: Runs) -> None:
+    """To the last bit."""
+    for case, run in resumed.items():
+        whole = unbroken[case]
+        assert run.first == SAVED
+        assert (run.losses, run.norms) == (whole.losses[SAVED:], whole.norms[SAVED:]), case
+        assert run.experts == whole.experts[SAVED:], case
+        assert differences(run, whole).weights == 0, case
 
 
 @slow
-@pytest.mark.parametrize(
-    ("mesh", "precision", "zero"),
-    [((1, 2, 1, 2), "fp32", 0), ((1, 4, 1, 2), "fp32", 1), ((2, 2, 1, 2), "bf16", 1)],
-)
-def test_resume_continues_bit_for_bit(tmp_path: Path, mesh: tuple[int, ...], precision: str, zero: int) -> None:
-    cases = {"case": [*MODEL, f"train.precision={precision}", f"train.zero_stage={zero}"]}
-    saved = {"checkpoints": str(tmp_path / "checkpoints")}
-    unbroken = run_layout(tmp_path / "a", mesh, cases, **saved, save_every=2)["case"]
-    resumed = run_layout(tmp_path / "b", mesh, cases, **saved, resume=True)["case"]
-    assert resumed.first == 2
-    assert (resumed.losses, resumed.norms) == (unbroken.losses[2:], unbroken.norms[2:])
-    assert resumed.experts == unbroken.experts[2:]
-    assert differences(resumed, unbroken).weights == 0
+def test_resume_continues_bit_for_bit(home: tuple[Path, Runs], tmp_path: Path) -> None:
+    folder, unbroken = home
+    saved = {"checkpoints": f"{folder}/saved/{{case}}", "resume": True}
+    hold_unbroken(run_layout(tmp_path, HOME, RELAYOUT_CASES, steps=STEPS, **saved), unbroken)
+
+
+@slow
+def test_a_pipeline_with_shared_out_experts_resumes_bit_for_bit(tmp_path: Path) -> None:
+    mesh, cases = (2, 2, 1, 2), {"bf16": RELAYOUT_CASES["bf16"]}
+    saved = {"checkpoints": f"{tmp_path}/saved/{{case}}", "steps": STEPS}
+    unbroken = run_layout(tmp_path / "a", mesh, cases, save_every=SAVED, **saved)
+    hold_unbroken(run_layout(tmp_path / "b", mesh, cases, resume=True, **saved), unbroken)
 
 
 @slow
@@ -156,9 +144,10 @@ def test_a_checkpoint_goes_on_with_another_expert_degree(home: tuple[Path, Runs]
     """As if it had never stopped; what was loaded is saved again at once, and is the same numbers bit for bit."""
     folder, unbroken = home
     folders = {"checkpoints": f"{folder}/saved/{{case}}", "copies": f"{tmp_path}/copies/{{case}}"}
-    for case, run in run_layout(tmp_path, RELAYOUTS[layout], RELAYOUT_CASES, **folders, resume=True).items():
-        assert run.first == 2
+    resumed = run_layout(tmp_path, RELAYOUTS[layout], RELAYOUT_CASES, steps=STEPS, resume=True, **folders)
+    for case, run in resumed.items():
+        assert run.first == SAVED
         assert max(differences(run, unbroken[case])) <= TOLERANCE.get(case, 1e-5), case
-        saved, copy = (Source(at / case / "step-00000002") for at in (folder / "saved", tmp_path / "copies"))
+        saved, copy = (Source(at / case / f"step-{SAVED:08d}") for at in (folder / "saved", tmp_path / "copies"))
         assert saved.keys() == copy.keys()
         assert all(torch.equal(saved.whole(key), copy.whole(key)) for key in saved.keys()), case  # noqa: SIM118

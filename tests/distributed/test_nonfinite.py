@@ -8,17 +8,15 @@ alone (Adam's moments alone would move weights by 1e-4). Memory lies otherwise i
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from shared.mesh import Mesh
-from tests.support.layouts import whole_weights
+from tests.support.layouts import SGD, degrees, make_run, shaped, whole_weights
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_file
 
 STEPS, SPOILED = 3, 1
-ADAMW, SGD, BF16 = [], ["train.optim.name=sgd", "train.optim.lr=0.1"], ["train.precision=bf16"]
+BF16 = ["train.precision=bf16"]
 OFFLOAD = ["train.offload_optimizer=true"]
 
 
@@ -29,8 +27,8 @@ def zero(stage: int) -> list[str]:
 
 EVERYWHERE = [
     ("gradient", [*SGD, *zero(0)]),
-    ("parameter", [*ADAMW, *zero(1)]),
-    ("loss", [*ADAMW, *zero(1)]),
+    ("parameter", zero(1)),
+    ("loss", zero(1)),
     ("gradient", BF16),
     ("gradient", [*BF16, *OFFLOAD]),
 ]
@@ -43,12 +41,12 @@ SHARDED = [
 EXPERTS = ["model.decoder.experts=4"]
 SHARED_OUT = [(kind, [*EXPERTS, *sets]) for kind, sets in EVERYWHERE if OFFLOAD[0] not in sets]
 LAYOUTS = {
-    "data2": (Mesh(data=2), [*EVERYWHERE, *SHARDED]),
-    "pipe2": (Mesh(pipe=2), EVERYWHERE),
-    "tensor2": (Mesh(tensor=2), EVERYWHERE),
-    "pipe2-data2": (Mesh(pipe=2, data=2), EVERYWHERE[:3]),
-    "data2-expert2": (Mesh(data=2, expert=2), SHARED_OUT),
-    "pipe2-data2-expert2": (Mesh(pipe=2, data=2, expert=2), SHARED_OUT[:2]),
+    "data2": ((1, 2, 1), [*EVERYWHERE, *SHARDED]),
+    "pipe2": ((2, 1, 1), EVERYWHERE),
+    "tensor2": ((1, 1, 2), EVERYWHERE),
+    "pipe2-data2": ((2, 2, 1), EVERYWHERE[:3]),
+    "data2-expert2": ((1, 2, 1, 2), SHARED_OUT),
+    "pipe2-data2-expert2": ((2, 2, 1, 2), SHARED_OUT[:2]),
 }
 PARTS = {"data2-expert2": "1.experts.gate", "pipe2-data2-expert2": "2.experts.gate"}
 """The spoiled parameter, where it is not the rank's first: an expert that no other rank holds."""
@@ -58,9 +56,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_spoiled_step_is_as_if_it_had_been_left_out(layout: str, tmp_path: Path) -> None:
-    mesh, kinds = LAYOUTS[layout]
-    degrees = [f"mesh.{axis}={degree}" for axis, degree in msgspec.structs.asdict(mesh).items()]
-    cases = {f"{kind} {' '.join(sets)}": (kind, [*sets, *degrees]) for kind, sets in kinds}
+    shape, kinds = LAYOUTS[layout]
+    mesh = shaped(shape)
+    cases = {f"{kind} {' '.join(sets)}": (kind, [*sets, *degrees(shape)]) for kind, sets in kinds}
     task = make_task(tmp_path, {name: sets for name, (_, sets) in cases.items()})
     task["poison"] = {name: spoil(kind, mesh.world - 1, PARTS.get(layout, "")) for name, (kind, _) in cases.items()}
     task["cases"] |= {f"{name} omitted": sets for name, (_, sets) in cases.items()}
@@ -86,8 +84,7 @@ def tolerance(case: str) -> float:
 
 def make_task(folder: Path, cases: dict[str, list[str]]) -> dict[str, Any]:
     """A task of `step_program`."""
-    config = run_file(folder, "part-{0..0}.tar", data={"batch": {"micro_batches": 8}}, train={"optim": {"clip": 0.25}})
-    return {"config": str(config), "cases": cases, "plans": "MIXED", "steps": STEPS}
+    return {"config": str(make_run(folder)), "cases": cases, "plans": "MIXED", "steps": STEPS}
 
 
 def spoil(kind: str, rank: int, name: str) -> dict[str, Any]:

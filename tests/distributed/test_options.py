@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.layouts import Run, differences, run_layout, too_far
+from tests.support.layouts import SGD, Alone, differences, run_layout, too_far
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 RECOMPUTE = ["train.recompute={vision: all, audio: all, decoder: all, projectors: true}"]
 OFFLOAD = ["train.offload_optimizer=true"]
 BF16 = ["train.precision=bf16"]
@@ -71,21 +70,16 @@ TOLERANCE = {"bf16": 3e-3}
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """The references: one process."""
-    return run_layout(tmp_path_factory.mktemp("alone"), (1, 1, 1), ALONE)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_option_trains_as_one_process_does(alone: dict[str, Run], layout: str, tmp_path: Path) -> None:
+def test_every_option_trains_as_one_process_does(alone: Alone, layout: str, tmp_path: Path) -> None:
     mesh, cases = LAYOUTS[layout]
     runs = run_layout(tmp_path, mesh, cases)
-    assert too_far(runs, alone, TOLERANCE, lambda case: case.split(" ")[0].rstrip(",")) == {}
+    assert too_far(runs, alone.runs(ALONE), TOLERANCE, lambda case: case.split(" ")[0].rstrip(",")) == {}
 
 
-def test_what_is_frozen_or_detached_keeps_its_weights(alone: dict[str, Run]) -> None:
-    plain, stopped, front = (alone[name].weights for name in ("sgd", "stopped", "frozen-front"))
+def test_what_is_frozen_or_detached_keeps_its_weights(alone: Alone) -> None:
+    runs = alone.runs(ALONE)
+    plain, stopped, front = (runs[name].weights for name in ("sgd", "stopped", "frozen-front"))
     start = {name for name in plain if np.array_equal(plain[name], front[name])}
     assert not start & {name for name in plain if name.startswith(("1.", "2.", "3."))}
     audio = [name for name in plain if name.startswith("0.audio.")]
@@ -97,8 +91,8 @@ def test_what_is_frozen_or_detached_keeps_its_weights(alone: dict[str, Run]) -> 
 def test_a_run_with_frozen_stages_and_offload_resumes_bit_for_bit(tmp_path: Path) -> None:
     cases = {"case": [*ALONE["frozen-decoder"], *OFFLOAD, *BF16]}
     saved = {"checkpoints": str(tmp_path / "checkpoints")}
-    unbroken = run_layout(tmp_path / "a", (4, 1, 1), cases, **saved, save_every=2)["case"]
-    resumed = run_layout(tmp_path / "b", (4, 1, 1), cases, **saved, resume=True)["case"]
+    unbroken = run_layout(tmp_path / "a", (4, 1, 1), cases, steps=3, save_every=2, **saved)["case"]
+    resumed = run_layout(tmp_path / "b", (4, 1, 1), cases, steps=3, resume=True, **saved)["case"]
     assert resumed.first == 2
     assert (resumed.losses, resumed.norms) == (unbroken.losses[2:], unbroken.norms[2:])
     assert differences(resumed, unbroken).weights == 0

@@ -4,77 +4,57 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.ranks import kill_ranks, run_ranks, start_ranks
-from tests.support.runs import run_file
+from tests.support.layouts import degrees, differences, make_run, run_layout
+from tests.support.ranks import kill_ranks, start_ranks
 
-PROGRAM = "tests.support.step_program"
-STEPS = 6
-LAYOUTS = [
-    (1, 1, "fp32", 1),
-    (1, 2, "bf16", 1),
-    (1, 2, "fp32", 2),
-    (1, 2, "fp32", 3),
-    (2, 2, "bf16", 1),
-    (2, 1, "fp32", 0),
-    (1, 2, "bf16", 1, "train.offload_optimizer=true"),
-    (1, 2, "fp32", 2, "train.offload_optimizer=true"),
-]
+BF16, OFFLOAD = "train.precision=bf16", "train.offload_optimizer=true"
+LAYOUTS = {
+    "one process": ((1, 1, 1), {"fp32": []}),
+    "data2": (
+        (1, 2, 1),
+        {
+            "bf16": [BF16],
+            "zero 2": ["train.zero_stage=2"],
+            "zero 3": ["train.zero_stage=3"],
+            "bf16, offload": [BF16, OFFLOAD],
+            "zero 2, offload": ["train.zero_stage=2", OFFLOAD],
+        },
+    ),
+    "pipe2": ((2, 1, 1), {"zero 0": ["train.zero_stage=0"]}),
+    "pipe2-data2": ((2, 2, 1), {"bf16": [BF16]}),
+}
+SAVED, STEPS = 2, 3
 
 pytestmark = pytest.mark.slow
 
 
-def make_task(
-    folder: Path, pipe: int, data: int, precision: str, zero: int, *extra: str, **more: Any
-) -> dict[str, Any]:
-    """A task of `step_program` with one case."""
-    config = run_file(folder, "part-{0..0}.tar", data={"batch": {"micro_batches": 8}})
-    sets = [f"mesh.pipe={pipe}", f"mesh.data={data}", f"train.precision={precision}", f"train.zero_stage={zero}"]
-    sets += extra
-    task = {"config": str(config), "cases": {"case": sets}, "plans": "MIXED", "steps": STEPS}
-    return {**task, "checkpoints": str(folder / "checkpoints"), **more}
-
-
-def same_weights(one: Path, other: Path, world: int) -> bool:
-    """Whether every rank's weights are equal to the last bit."""
-    for rank in range(world):
-        with np.load(one / f"case-{rank}.npz") as a, np.load(other / f"case-{rank}.npz") as b:
-            if a.files != b.files or not all(np.array_equal(a[name], b[name]) for name in a.files):
-                return False
-    return True
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_resume_continues_bit_for_bit(tmp_path: Path, layout: tuple[Any, ...]) -> None:
-    world = layout[0] * layout[1]
-    unbroken = run_ranks(PROGRAM, world, tmp_path / "a", make_task(tmp_path, *layout, save_every=4))[0]["case"]
-    resumed = run_ranks(PROGRAM, world, tmp_path / "b", make_task(tmp_path, *layout, resume=True))[0]["case"]
-    assert resumed["first"] == 4
-    assert resumed["losses"] == unbroken["losses"][4:]
-    assert resumed["norms"] == unbroken["norms"][4:]
-    assert same_weights(tmp_path / "a", tmp_path / "b", world)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resume_continues_bit_for_bit(tmp_path: Path, layout: str) -> None:
+    mesh, cases = LAYOUTS[layout]
+    saved = {"checkpoints": f"{tmp_path}/checkpoints/{{case}}"}
+    unbroken = run_layout(tmp_path / "a", mesh, cases, steps=STEPS, save_every=SAVED, **saved)
+    for case, run in run_layout(tmp_path / "b", mesh, cases, steps=STEPS, resume=True, **saved).items():
+        assert run.first == SAVED
+        assert (run.losses, run.norms) == (unbroken[case].losses[SAVED:], unbroken[case].norms[SAVED:]), case
+        assert differences(run, unbroken[case]).weights == 0, case
 
 
 def test_ranks_killed_while_saving_resume_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    layout = (2, 1, "fp32", 1)
-    unbroken = run_ranks(PROGRAM, 2, tmp_path / "a", make_task(tmp_path, *layout))[0]["case"]
-    killed = start_ranks(PROGRAM, 2, folder(tmp_path / "b"), make_task(tmp_path, *layout, save_every=1))
+    mesh, steps = (2, 1, 1), 6
+    saved: dict[str, Any] = {"checkpoints": str(tmp_path / "checkpoints")}
+    unbroken = run_layout(tmp_path / "a", mesh, {"case": []}, steps=steps)["case"]
+    task = {"config": str(make_run(tmp_path / "b")), "cases": {"case": degrees(mesh)}, "plans": "MIXED", **saved}
+    killed = start_ranks("tests.support.step_program", 2, tmp_path / "b", {**task, "steps": steps, "save_every": 1})
     try:
         wait_for_partial(tmp_path / "checkpoints", after=2)
     finally:
         kill_ranks(killed)
-    resumed = run_ranks(PROGRAM, 2, tmp_path / "c", make_task(tmp_path, *layout, resume=True))[0]["case"]
-    assert resumed["first"] >= 2
-    assert resumed["losses"] == unbroken["losses"][resumed["first"] :]
-    assert same_weights(tmp_path / "a", tmp_path / "c", 2)
-
-
-def folder(path: Path) -> Path:
-    """Made."""
-    path.mkdir()
-    return path
+    resumed = run_layout(tmp_path / "c", mesh, {"case": []}, steps=steps, resume=True, **saved)["case"]
+    assert resumed.first >= 2
+    assert resumed.losses == unbroken.losses[resumed.first :]
+    assert differences(resumed, unbroken).weights == 0
 
 
 def wait_for_partial(checkpoints: Path, after: int) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.layouts import differences, run_layout
+from tests.support.layouts import SGD, Alone, differences, run_layout
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 TABLE = "mesh.stages=[{layers: encode..decoder.1}, {layers: head, active_experts: 1}]"
 MEASURED = "mesh.balance=measured"
 ASK = "write under mesh:\n"
@@ -22,13 +21,11 @@ def told(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_own_and_measured_cuts_train_as_one_process_does(tmp_path: Path, tensor: int) -> None:
+def test_own_and_measured_cuts_train_as_one_process_does(alone: Alone, tmp_path: Path, tensor: int) -> None:
     recomputed = [*SGD, MEASURED, "train.recompute={decoder: 1}", "train.freeze=[vision]"]
     tied = [*SGD, MEASURED, "model.decoder.tied=true"]
     cases = {"table": [*SGD, TABLE], "recomputed": recomputed, "tied": tied}
-    alone = {name: [each for each in sets if not each.startswith("mesh.")] for name, sets in cases.items()}
-    whole = run_layout(tmp_path / "whole", (1, 1, 1), alone)
-    cut = run_layout(tmp_path / "cut", (2, 1, tensor), cases)
+    whole, cut = alone.runs(cases), run_layout(tmp_path, (2, 1, tensor), cases)
     assert {name: max(differences(cut[name], whole[name])) > 1e-5 for name in cases} == dict.fromkeys(cases, False)
 
 

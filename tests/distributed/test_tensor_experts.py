@@ -6,16 +6,13 @@ counts twice, in the router or in the norm, reaches the weights. Batches are as 
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from tests.support.layouts import Run, differences, run_layout, too_far
+from tests.support.layouts import EXPERTS as MODEL
+from tests.support.layouts import SGD, Alone, Run, differences, run_layout, same_experts, too_far
 from trainer.source import Source
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
-EXPERTS = ["experts=4", "experts_per_token=2", "expert_mlp=64", "balance_loss=0.5", "router_z_loss=0.1"]
-MODEL = [f"model.decoder.{each}" for each in EXPERTS]
 CASES = {
     "adamw": MODEL,
     "sgd": [*MODEL, *SGD],
@@ -38,18 +35,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The reference: one process."""
-    return run_layout(tmp_path_factory.mktemp("alone"), (1, 1, 1), CASES, steps=2)
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Every case in one layout, weights merged; whatever several ranks hold is equal on them to the last bit."""
-    return run_layout(tmp_path_factory.mktemp("layout"), LAYOUTS[request.param], CASES, steps=2)
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
     """Experts shared out over two ranks, each cut in two: checkpoints on the way and at the end, and the whole runs."""
     folder = tmp_path_factory.mktemp("home")
@@ -57,33 +42,29 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
     return folder, run_layout(folder, HOME, RELAYOUT_CASES, steps=STEPS, save_every=SAVED, **folders)
 
 
-def test_every_layout_trains_and_reports_as_one_process_does(alone: Runs, layout: Runs) -> None:
-    assert too_far(layout, alone, TOLERANCE) == {}
-    for case, run in layout.items():
-        tolerance = 2e-2 if case == "bf16" else 1e-5
-        for ours, theirs in zip(run.experts, alone[case].experts, strict=True):
-            assert ours and theirs
-            np.testing.assert_allclose(ours["load"], theirs["load"], rtol=tolerance)
-            assert ours["balance_loss"] == pytest.approx(theirs["balance_loss"], rel=tolerance), case
-            assert (ours["dropped_share"] > 0.3) is (case == "capacity")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_and_reports_as_one_process_does(alone: Alone, layout: str, tmp_path: Path) -> None:
+    """And whatever several ranks hold is equal on them to the last bit."""
+    runs, wanted = run_layout(tmp_path, LAYOUTS[layout], CASES), alone.runs(CASES)
+    assert too_far(runs, wanted, TOLERANCE) == {}
+    for case, run in runs.items():
+        same_experts(run, wanted[case], 2e-2 if case == "bf16" else 1e-5)
+        assert all((each["dropped_share"] > 0.3) is (case == "capacity") for each in run.experts if each), case
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 4, 1), (1, 4, 2, 2)], ids=["tensor4", "data4-tensor2-expert2"])
-def test_the_gradient_norm_counts_every_parameter_once(tmp_path: Path, mesh: tuple[int, ...]) -> None:
+def test_the_gradient_norm_counts_every_parameter_once(alone: Alone, tmp_path: Path, mesh: tuple[int, ...]) -> None:
     cases = {"zero0": [*MODEL, *SGD, "train.zero_stage=0"], "zero1": [*MODEL, *SGD]}
     cases |= {"bf16": [*cases["zero1"], "train.precision=bf16"]}
     cases = {case: [*sets, "model.decoder.kv_heads=4"] for case, sets in cases.items()}
-    whole = run_layout(tmp_path / "whole", (1, 1, 1), cases, steps=1)
-    cut = run_layout(tmp_path / "cut", mesh, cases, steps=1)
+    whole, cut = alone.runs(cases, steps=1), run_layout(tmp_path, mesh, cases, steps=1)
     for case, tolerance in {"zero0": 1e-5, "zero1": 1e-5, "bf16": 1e-2}.items():
         assert cut[case].norms == pytest.approx(whole[case].norms, rel=tolerance), case
 
 
-def test_ranks_without_a_single_token_keep_step_with_the_others(tmp_path: Path) -> None:
+def test_ranks_without_a_single_token_keep_step_with_the_others(alone: Alone, tmp_path: Path) -> None:
     cases = {"adamw": MODEL, "sgd-zero0": [*MODEL, *SGD, "train.zero_stage=0"]}
-    alone = run_layout(tmp_path / "alone", (1, 1, 1), cases, steps=2, plans="SILENT")
-    shared = run_layout(tmp_path / "shared", HOME, cases, steps=2, plans="SILENT")
-    assert max(max(differences(shared[case], alone[case])) for case in cases) <= 1e-5
+    assert too_far(run_layout(tmp_path, HOME, cases, plans="SILENT"), alone.runs(cases, plans="SILENT"), {}) == {}
 
 
 def test_init_from_gives_every_rank_its_part_of_its_experts(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Tensor parallelism, alone and with pipeline and data parallelism, trains as one process does.
 
 Each layout is launched once on real processes over gloo and runs every case: AdamW and SGD (Adam hides a constant
-error in a gradient's scale), ZeRO-0 and 1, bf16; three global batches each with every modality set, an empty pack and
+error in a gradient's scale), ZeRO-0 and 1, bf16; two global batches each with every modality set, an empty pack and
 an empty caption. Clipping is always active, so that an error of the gradient norm reaches the weights.
 """
 
@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.layouts import Run, differences, run_layout, too_far
+from tests.support.layouts import SGD, Alone, differences, run_layout, too_far
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import run_file
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 CASES = {
     "adamw": [],
     "adamw-zero0": ["train.zero_stage=0"],
@@ -31,33 +30,23 @@ LAYOUTS = {
 }
 TOLERANCE = {"bf16": 3e-3}
 
-Runs = dict[str, Run]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The reference: one process."""
-    return run_layout(tmp_path_factory.mktemp("alone"), (1, 1, 1), CASES)
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Every case in one layout, weights merged; whatever several ranks hold is equal on them to the last bit."""
-    return run_layout(tmp_path_factory.mktemp("layout"), LAYOUTS[request.param], CASES)
-
-
-def test_every_layout_trains_as_one_process_does(alone: Runs, layout: Runs) -> None:
-    assert too_far(layout, alone, TOLERANCE) == {}
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_as_one_process_does(alone: Alone, layout: str, tmp_path: Path) -> None:
+    """And whatever several ranks hold is equal on them to the last bit."""
+    runs = run_layout(tmp_path, LAYOUTS[layout], CASES)
+    assert too_far(runs, alone.runs(CASES), TOLERANCE) == {}
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_the_gradient_norm_counts_every_parameter_once(tmp_path: Path, alone: Runs, tensor: int) -> None:
+def test_the_gradient_norm_counts_every_parameter_once(tmp_path: Path, alone: Alone, tensor: int) -> None:
     """Whole parameters counted on every rank would give up to sqrt(tensor) times the norm."""
     four = [*SGD, "model.decoder.kv_heads=4"]
     cases = {"zero0": [*four, "train.zero_stage=0"], "zero1": four, "bf16": [*four, "train.precision=bf16"]}
-    whole = run_layout(tmp_path / "whole", (1, 1, 1), cases, steps=1)
-    cut = run_layout(tmp_path / "cut", (1, 1, tensor), cases, steps=1)
+    whole = alone.runs(cases, steps=1)
+    cut = run_layout(tmp_path, (1, 1, tensor), cases, steps=1)
     for case, tolerance in {"zero0": 1e-5, "zero1": 1e-5, "bf16": 1e-2}.items():
         assert cut[case].norms == pytest.approx(whole[case].norms, rel=tolerance), case
 
@@ -69,8 +58,8 @@ def test_resume_continues_bit_for_bit(tmp_path: Path, pipe: int, data: int, prec
     cases = {"case": [f"train.precision={precision}", f"train.zero_stage={zero}"]}
     saved = {"checkpoints": str(tmp_path / "checkpoints")}
     mesh = (pipe, data, 2)
-    unbroken = run_layout(tmp_path / "a", mesh, cases, **saved, save_every=2)["case"]
-    resumed = run_layout(tmp_path / "b", mesh, cases, **saved, resume=True)["case"]
+    unbroken = run_layout(tmp_path / "a", mesh, cases, steps=3, save_every=2, **saved)["case"]
+    resumed = run_layout(tmp_path / "b", mesh, cases, steps=3, resume=True, **saved)["case"]
     assert resumed.first == 2
     assert (resumed.losses, resumed.norms) == (unbroken.losses[2:], unbroken.norms[2:])
     assert differences(resumed, unbroken).weights == 0
@@ -94,7 +83,7 @@ def test_tensor_ranks_or_stages_that_were_given_different_data_stop_the_run(tmp_
     assert run_ranks("tests.support.unlike_program", 2, tmp_path / "like", {**task, "unlike": False}) == [4, 4]
 
 
-def test_one_process_trains_without_the_parallel_package(tmp_path: Path, alone: Runs) -> None:
+def test_one_process_trains_without_the_parallel_package(tmp_path: Path, alone: Alone) -> None:
     """Law: the model is written for one device, and what cuts it up can be deleted."""
     run = run_layout(tmp_path, (1, 1, 1), {"sgd": SGD}, program="tests.support.bare_program")["sgd"]
-    assert max(differences(run, alone["sgd"])) == 0
+    assert max(differences(run, alone.runs({"sgd": SGD})["sgd"])) == 0

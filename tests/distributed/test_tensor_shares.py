@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layouts import Run, differences, run_layout, too_far
+from tests.support.layouts import SGD, Alone, differences, run_layout, too_far, whole
 from tests.support.ranks import run_ranks
 
 PLACES, MEDIA = "mesh.sequence_parallel=true", "mesh.encoder_data_parallel=true"
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
 ZERO0 = [*SGD, "train.zero_stage=0"]
 RECOMPUTE = "train.recompute={vision: all, audio: all, decoder: all}"
 EXPERTS = [f"model.decoder.{each}" for each in ("experts=4", "expert_mlp=64", "expert_every=2", "balance_loss=0.5")]
@@ -32,35 +31,22 @@ CASES = {
 LAYOUTS = {"tensor2": (1, 1, 2), "pipe2-tensor2": (2, 1, 2), "data2-tensor2": (1, 2, 2)}
 TOLERANCE = {"both-bf16": 3e-3}
 
-Runs = dict[str, Run]
 slow = pytest.mark.slow
-
-
-def without_options(cases: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The same cases for one process."""
-    return {case: [each for each in sets if not each.startswith("mesh.")] for case, sets in cases.items()}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The reference: one process."""
-    return run_layout(tmp_path_factory.mktemp("alone"), (1, 1, 1), without_options(CASES), steps=2)
 
 
 @slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_option_trains_as_one_process_does(alone: Runs, layout: str, tmp_path: Path) -> None:
+def test_every_option_trains_as_one_process_does(alone: Alone, layout: str, tmp_path: Path) -> None:
     """And whatever several ranks hold, norms and encoders above all, is equal on them to the last bit."""
-    runs = run_layout(tmp_path, LAYOUTS[layout], CASES, steps=2)
-    assert too_far(runs, alone, TOLERANCE) == {}
+    runs = run_layout(tmp_path, LAYOUTS[layout], CASES)
+    assert too_far(runs, alone.runs(CASES), TOLERANCE) == {}
 
 
 @slow
-def test_a_share_may_have_no_images_and_no_clips(tmp_path: Path) -> None:
+def test_a_share_may_have_no_images_and_no_clips(alone: Alone, tmp_path: Path) -> None:
     cases = {"media": [MEDIA], "both-sgd": [PLACES, MEDIA, *ZERO0]}
     cases = {case: [*sets, "model.decoder.kv_heads=4"] for case, sets in cases.items()}
-    wanted = run_layout(tmp_path / "alone", (1, 1, 1), without_options(cases), steps=2)
-    found = run_layout(tmp_path / "four", (1, 1, 4), cases, steps=2)
+    wanted, found = alone.runs(cases), run_layout(tmp_path, (1, 1, 4), cases)
     assert max(max(differences(found[case], wanted[case])) for case in cases) <= 1e-5
 
 
@@ -68,12 +54,13 @@ def test_a_share_may_have_no_images_and_no_clips(tmp_path: Path) -> None:
 def test_a_checkpoint_goes_on_with_other_options(tmp_path: Path) -> None:
     cases = {"case": [PLACES, MEDIA]}
     saved = {"checkpoints": f"{tmp_path}/saved/{{case}}"}
-    unbroken = run_layout(tmp_path / "a", (1, 1, 2), cases, save_every=2, **saved)["case"]
-    again = run_layout(tmp_path / "b", (1, 1, 2), cases, resume=True, **saved)["case"]
+    unbroken = run_layout(tmp_path / "a", (1, 1, 2), cases, steps=3, save_every=2, **saved)["case"]
+    again = run_layout(tmp_path / "b", (1, 1, 2), cases, steps=3, resume=True, **saved)["case"]
     assert (again.first, again.losses, again.norms) == (2, unbroken.losses[2:], unbroken.norms[2:])
     assert differences(again, unbroken).weights == 0
+    plain = {"case": whole(cases["case"])}
     for i, mesh in enumerate([(1, 1, 2), (1, 2, 1)]):
-        other = run_layout(tmp_path / f"c{i}", mesh, without_options(cases), resume=True, **saved)["case"]
+        other = run_layout(tmp_path / f"c{i}", mesh, plain, steps=3, resume=True, **saved)["case"]
         assert other.first == 2 and max(differences(other, unbroken)) <= 1e-5
 
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
-from tests.support.layouts import Run, differences, run_layout, too_far
+from tests.support.layouts import SGD, Alone, differences, run_layout, too_far
 from tests.support.runs import run_config
 from trainer.models import build
 from trainer.models.parts import EMBEDDING
 from trainer.source import Source
 
 TIED = ["model.decoder.tied=true"]
-SGD = [*TIED, "train.optim.name=sgd", "train.optim.lr=0.1", "train.optim.momentum=0.9"]
+MOMENTUM = [*TIED, *SGD, "train.optim.momentum=0.9"]
 BF16 = [*TIED, "train.precision=bf16"]
 ENDS = "train.freeze=[embedding, head]"
-ALONE = {"adamw": TIED, "sgd": SGD, "bf16": BF16, "frozen": [*SGD, ENDS]}
+ALONE = {"adamw": TIED, "sgd": MOMENTUM, "bf16": BF16, "frozen": [*MOMENTUM, ENDS]}
 """Names of the runs on one process; a case is compared with the one that its name begins with."""
 
 CASES = {
     **ALONE,
     "adamw, zero 0": [*TIED, "train.zero_stage=0"],
-    "sgd, zero 0": [*SGD, "train.zero_stage=0"],
-    "sgd, offload": [*SGD, "train.offload_optimizer=true"],
+    "sgd, zero 0": [*MOMENTUM, "train.zero_stage=0"],
+    "sgd, offload": [*MOMENTUM, "train.offload_optimizer=true"],
     "bf16, offload": [*BF16, "train.offload_optimizer=true"],
 }
 LAYOUTS = {
@@ -42,27 +42,20 @@ SAVED, STEPS = 2, 3
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """The references: one process."""
-    return run_layout(tmp_path_factory.mktemp("alone"), (1, 1, 1), ALONE)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_as_one_process_does(alone: dict[str, Run], layout: str, tmp_path: Path) -> None:
+def test_every_layout_trains_as_one_process_does(alone: Alone, layout: str, tmp_path: Path) -> None:
     runs = run_layout(tmp_path, LAYOUTS[layout], CASES)
-    assert too_far(runs, alone, TOLERANCE, lambda case: case.partition(",")[0]) == {}
+    assert too_far(runs, alone.runs(ALONE), TOLERANCE, lambda case: case.partition(",")[0]) == {}
 
 
-def test_experts_and_a_tied_head_far_apart_train_as_one_process_does(tmp_path: Path) -> None:
-    cases = {"case": [*SGD, "model.decoder.experts=4", "model.decoder.expert_mlp=64"]}
-    whole = run_layout(tmp_path / "whole", (1, 1, 1), cases)["case"]
-    cut = run_layout(tmp_path / "cut", (2, 2, 1, 2), cases)["case"]
-    assert max(differences(cut, whole)) <= 1e-5
+def test_experts_and_a_tied_head_far_apart_train_as_one_process_does(alone: Alone, tmp_path: Path) -> None:
+    cases = {"case": [*MOMENTUM, "model.decoder.experts=4", "model.decoder.expert_mlp=64"]}
+    cut = run_layout(tmp_path, (2, 2, 1, 2), cases)["case"]
+    assert max(differences(cut, alone.runs(cases)["case"])) <= 1e-5
 
 
 def test_a_checkpoint_has_the_weight_once_and_goes_on_in_any_layout(tmp_path: Path) -> None:
-    cases = {"adamw": TIED, "sgd": SGD}
+    cases = {"adamw": TIED, "sgd": MOMENTUM}
     home: dict[str, Any] = {"checkpoints": f"{tmp_path}/home/{{case}}"}
     unbroken = run_layout(tmp_path / "a", (2, 2, 1), cases, steps=STEPS, save_every=SAVED, **home)
     source = Source(tmp_path / "home" / "adamw" / f"step-{SAVED:08d}")

@@ -1,14 +1,19 @@
 """GPU decode against CPU decode. Needs an NVIDIA GPU; run with `pytest tests/gpu`."""
 
+import ctypes
+import io
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from dataloader_svc import device
 from dataloader_svc.decode import Decoder, count_gpus
 from shared.batch import Bucket
 from shared.errors import SampleError
 from shared.sections import DataSection, DatasetSection, LoaderSection
+from shared.slots import SlotPool
 from tests.support.media import photo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="no CUDA device")]
@@ -38,6 +43,16 @@ def pictures(count: int) -> list[bytes]:
     ]
 
 
+@pytest.fixture
+def on_the_gpu(decoders: tuple[Decoder, Decoder], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No batch is decoded on the CPU instead."""
+    told: list[str] = []
+    monkeypatch.setattr(decoders[0]._batches, "_warn", lambda kind, text: told.append(text))
+    yield
+    assert told == []
+
+
+@pytest.mark.usefixtures("on_the_gpu")
 @pytest.mark.parametrize("count", [1, 6, 33, 6])
 def test_gpu_pixels_are_cpu_pixels_within_tolerance(decoders: tuple[Decoder, Decoder], count: int) -> None:
     on_gpu, on_cpu = (decoder.decode_images(pictures(count), BUCKET) for decoder in decoders)
@@ -49,6 +64,7 @@ def test_gpu_pixels_are_cpu_pixels_within_tolerance(decoders: tuple[Decoder, Dec
         assert difference.max() <= WORST_TOLERANCE
 
 
+@pytest.mark.usefixtures("on_the_gpu")
 def test_the_same_batch_twice_is_bit_identical(decoders: tuple[Decoder, Decoder]) -> None:
     first, second = (decoders[0].decode_images(pictures(24), BUCKET) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[arg-type]
@@ -62,3 +78,40 @@ def test_a_bad_picture_costs_only_itself_on_the_gpu_too(decoders: tuple[Decoder,
     blobs[2] = bytes(png)
     outcomes = decoders[0].decode_images(blobs, BUCKET)
     assert [isinstance(o, SampleError) for o in outcomes] == [False, True, True, True, False, False]
+
+
+@pytest.mark.usefixtures("on_the_gpu")
+def test_what_a_scan_lost_is_a_verdict_on_the_gpu_too(decoders: tuple[Decoder, Decoder]) -> None:
+    """An end marker was put behind half a picture; its restart markers tell."""
+    out = io.BytesIO()
+    Image.open(io.BytesIO(photo(640, 480, 5))).save(out, "JPEG", restart_marker_rows=1)
+    whole = out.getvalue()
+    half = whole[: len(whole) // 2].rstrip(b"\xff") + b"\xff\xd9"
+    for decoder in decoders:
+        good, bad = decoder.decode_images([whole, half], BUCKET)
+        assert isinstance(good, np.ndarray)
+        assert isinstance(bad, SampleError)
+        assert bad.reason == "truncated_image"
+
+
+@pytest.mark.usefixtures("on_the_gpu")
+def test_pictures_go_straight_into_page_locked_slots(decoders: tuple[Decoder, Decoder]) -> None:
+    """Into rows that follow each other, by one copy, and into others; nothing else in the slot changes."""
+    import torch
+
+    blobs, row_bytes = pictures(4), BUCKET.height * BUCKET.width * 3
+    pool = SlotPool.create("/dev/shm", "gputest", 1, 8 * row_bytes)
+    try:
+        assert device.page_lock(pool.segment.array, 0)
+        rows = pool.segment.payload(0)[: 8 * row_bytes].reshape(8, BUCKET.height, BUCKET.width, 3)
+        assert torch.from_numpy(rows).is_pinned()
+        rows[:] = 7
+        for places in ([1, 2, 3, 4], [0, 2, 5, 7]):
+            outcomes = decoders[0].decode_images(blobs, BUCKET, [rows[place] for place in places])
+            assert all(isinstance(outcome, np.ndarray) for outcome in outcomes)
+        assert np.array_equal(rows[[1, 2, 3, 4]][[0, 3]], rows[[0, 7]])
+        assert (rows[6] == 7).all()
+    finally:
+        ctypes.CDLL("libcuda.so.1").cuMemHostUnregister(ctypes.c_void_p(pool.segment.array.ctypes.data))
+        del rows
+        pool.close()

@@ -14,7 +14,7 @@ from shared.batch import Cursor
 from shared.config import endpoint
 from shared.errors import ProtocolError
 from shared.sections import RunConfig
-from tests.support.daemons import ROOT, Daemon, make_run, make_run_file, serving
+from tests.support.daemons import ROOT, STOP_S, Daemon, make_run, make_run_file, serving
 from trainer.client import LoaderClient
 from trainer.preprocess import Preprocessor
 
@@ -122,7 +122,7 @@ def test_a_stopped_daemon_hands_over_to_its_successor(mortal: tuple[Path, RunCon
             first.process.terminate()
             while client.poll(0.5):
                 seen += see(client, 1)
-            assert first.process.wait(30) == 0
+            assert first.process.wait(STOP_S) == 0
         with serving(path):
             seen += see(client, 20 - len(seen))
     assert seen == unbroken[:20]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.wire import Drain, Failure, Welcome
-from tests.support.daemons import Daemon, make_run, make_run_file, serving
+from tests.support.daemons import STOP_S, Daemon, make_run, make_run_file, serving
 from tests.support.media import photo, write_dataset, write_tar
 from tests.support.ports import free_port
 from tests.support.reader import RawReader, left_behind
@@ -24,7 +24,7 @@ def test_sigterm_tells_readers_and_leaves_nothing(tmp_path: Path) -> None:
         for batch in held:
             reader.arrays(batch)
             reader.release(batch)
-        assert daemon.process.wait(30) == 0
+        assert daemon.process.wait(STOP_S) == 0
         assert reader.next(0.3) is None
     assert left_behind(tmp_path) == left_behind(tmp_path / "shm") == []
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
@@ -51,14 +51,14 @@ def test_a_reader_that_sleeps_on_its_lease_does_not_keep_the_daemon(tmp_path: Pa
 
 
 def test_a_second_signal_ends_the_wait(tmp_path: Path) -> None:
-    path, config = make_run(tmp_path, 16, 1, loader={"drain_s": 25, "grace_s": 60})
+    path, config = make_run(tmp_path, 16, 1, loader={"drain_s": 2 * STOP_S, "grace_s": 3 * STOP_S})
     with serving(path) as daemon, RawReader(config) as reader:
         reader.join(credits=1)
         reader.batch()
         daemon.process.send_signal(signal.SIGTERM)
         reader.expect(Drain)
         daemon.process.send_signal(signal.SIGINT)
-        assert daemon.process.wait(15) == 0
+        assert daemon.process.wait(STOP_S) == 0
     assert left_behind(tmp_path) == left_behind(tmp_path / "shm") == []
 
 
@@ -108,7 +108,7 @@ def test_too_many_bad_samples_stop_the_daemon_loudly(tmp_path: Path) -> None:
         failure = reader.expect(Failure)
         assert (failure.code, failure.retryable) == ("too_many_bad", False)
         assert "max_consecutive" in failure.text
-        assert daemon.process.wait(30) == 4
+        assert daemon.process.wait(STOP_S) == 4
     assert "millstream-loader: " in daemon.log
     assert left_behind(tmp_path) == left_behind(tmp_path / "shm") == []
 

@@ -18,7 +18,7 @@ FLAGS = (f"--set=train.steps={STEPS}",)
 
 def counted(port: int, name: str) -> float:
     """A counter of the daemon, over all its labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
         text = page.read().decode()
     return sum(float(value) for value in re.findall(rf"^{name}_total(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 

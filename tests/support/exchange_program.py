@@ -64,7 +64,7 @@ def seeded_block() -> ExpertBlock:
 def main() -> None:
     """Run the task in this rank."""
     task: dict[str, Any] = json.loads(os.environ["MILLSTREAM_TASK"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     rank, size = dist.get_rank(), dist.get_world_size()
     group = make_expert_group(Mesh(data=size, expert=size), rank)
     report = {name: deviation(ids, rank, group) for name, ids in task.items()}

@@ -60,7 +60,7 @@ class FakeDaemon:
     def kill(self) -> None:
         """Vanish without a word, as kill -9 would, but for the segment, which is unlinked."""
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(60)
         self.pool.close()
 
     def say(self, message: bytes | wire.Message) -> None:

@@ -17,6 +17,16 @@ from trainer.models import build
 from trainer.parallel import expert, tensor
 
 BATCH = {"batch": {"micro_batches": 8, "round": 4}}
+STEPS = 2
+"""Enough for what one step leaves to the next: weights, moments, gradient buffers."""
+
+SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
+"""Adam hides a constant error in a gradient's scale, this does not."""
+
+_EXPERTS = ["experts=4", "experts_per_token=2", "expert_mlp=64", "balance_loss=0.5", "router_z_loss=0.1"]
+EXPERTS = [f"model.decoder.{each}" for each in _EXPERTS]
+"""Auxiliary losses are far larger here than anyone would set them, so that a wrong scale shows."""
+
 Weights = dict[str, NDArray[np.float32]]
 
 
@@ -42,7 +52,7 @@ def run_layout(
     folder: Path,
     mesh: tuple[int, ...],
     cases: dict[str, list[str]],
-    steps: int = 3,
+    steps: int = STEPS,
     start_seed: int = 0,
     program: str = "tests.support.step_program",
     **task: Any,
@@ -51,19 +61,54 @@ def run_layout(
 
     With `start_seed`, `start.safetensors` holds weights of it for the first case's model.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    config = run_file(folder, "part-{0..0}.tar", data=BATCH, train={"optim": {"clip": 0.25}})
+    config = make_run(folder)
     if start_seed:
         first = next(iter(cases.values()))
         start = build.build(load(config, [*first, f"train.seed={start_seed}"]), "sdpa").state_dict()
         save_file(start, folder / "start.safetensors")
-    shape = Mesh(**dict(zip(("pipe", "data", "tensor", "expert"), mesh, strict=False)))
-    degrees = [f"mesh.{axis}={degree}" for axis, degree in msgspec.structs.asdict(shape).items()]
-    cases = {name: [*sets, *degrees] for name, sets in cases.items()}
+    shape = shaped(mesh)
+    cases = {name: [*sets, *degrees(mesh)] for name, sets in cases.items()}
     task = {"config": str(config), "cases": cases, "plans": "MIXED", "steps": steps, **task}
     reports = run_ranks(program, shape.world, folder / "out", task, timeout_s=900)
     assert all(report == reports[0] for report in reports)
     return {name: Run(**reports[0][name], weights=whole_weights(folder / "out", name, shape)) for name in cases}
+
+
+class Alone:
+    """Runs on one process, the references, each of which is made once for all tests of the session."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._held = folder, dict[tuple[str, ...], Run]()
+
+    def runs(self, cases: dict[str, list[str]], steps: int = STEPS, plans: str = "MIXED") -> dict[str, Run]:
+        """Case -> its run; what shares work out over ranks (`mesh.`) is left out of the overrides."""
+        keys = {name: (plans, str(steps), *whole(sets)) for name, sets in cases.items()}
+        missing = {name: [*key[2:]] for name, key in keys.items() if key not in self._held}
+        if missing:
+            made = run_layout(self._folder / str(len(self._held)), (1, 1, 1), missing, steps=steps, plans=plans)
+            self._held |= {keys[name]: run for name, run in made.items()}
+        return {name: self._held[key] for name, key in keys.items()}
+
+
+def whole(sets: list[str]) -> list[str]:
+    """Overrides for one process."""
+    return [each for each in sets if not each.startswith("mesh.")]
+
+
+def make_run(folder: Path) -> Path:
+    """The run file of every layout, in `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return run_file(folder, "part-{0..0}.tar", data=BATCH, train={"optim": {"clip": 0.25}})
+
+
+def shaped(mesh: tuple[int, ...]) -> Mesh:
+    """Degrees of pipe, data, tensor and expert, 1 for those left out."""
+    return Mesh(**dict(zip(("pipe", "data", "tensor", "expert"), mesh, strict=False)))
+
+
+def degrees(mesh: tuple[int, ...]) -> list[str]:
+    """`shaped`, as overrides."""
+    return [f"mesh.{axis}={degree}" for axis, degree in msgspec.structs.asdict(shaped(mesh)).items()]
 
 
 def whole_weights(folder: Path, case: str, mesh: Mesh) -> Weights:
@@ -113,6 +158,14 @@ def too_far(
     """The cases that are not within `tolerance` of `alone`, 1e-5 where it names none; both go by `reference(case)`."""
     found = {case: differences(run, alone[reference(case)]) for case, run in runs.items()}
     return {case: far for case, far in found.items() if not all(x <= tolerance.get(reference(case), 1e-5) for x in far)}
+
+
+def same_experts(run: Run, wanted: Run, tolerance: float) -> None:
+    """Hold that experts did the same in both, but for relative differences up to `tolerance`."""
+    for ours, theirs in zip(run.experts, wanted.experts, strict=True):
+        assert ours and theirs and ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            np.testing.assert_allclose(value, theirs[key], rtol=tolerance, err_msg=key)
 
 
 def _relative(found: list[float], wanted: list[float]) -> float:

@@ -74,7 +74,7 @@ def copies(group: TensorGroup, rank: int) -> float:
 
 def main() -> None:
     """Run every function in this rank."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     rank, size = dist.get_rank(), dist.get_world_size()
     group = TensorGroup(dist.group.WORLD, rank, size)
     report = {"copy_all_to": copies(group, rank)}

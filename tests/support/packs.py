@@ -62,6 +62,17 @@ def global_batch(config: RunConfig, plans: Sequence[Plan], seed: int) -> list[Mi
     return [(inputs, (labels_T, scale)) for inputs, labels_T in packs]
 
 
+def global_batch_apart(config: RunConfig, plans: Sequence[Plan], seed: int) -> list[MicroBatch]:
+    """The samples of `global_batch`, each in a micro-batch of its own, with losses scaled by the labels of all."""
+    held = zip(plans, global_batch(config, plans, seed), strict=True)
+    rows = []
+    for i, ((image, audio, captions), (inputs, (labels_T, _))) in enumerate(held):
+        group = pick_group(config, image, audio, seed + i)
+        rows += [padded(group, inputs, labels_T, sample) for sample in range(len(captions))]
+    scale = torch.tensor(loss_scale(len(rows), sum(sum(captions) for *_, captions in plans)))
+    return [(inputs, (labels_T, scale)) for inputs, labels_T in rows]
+
+
 def pack(config: RunConfig, group: Group, captions: Sequence[int], random: torch.Generator) -> tuple[Inputs, Tensor]:
     """Inputs and labels of one pack of `group`: each sample is its image tokens, its clip tokens, its caption."""
     assert len(captions) <= group.samples
@@ -84,6 +95,28 @@ def pack(config: RunConfig, group: Group, captions: Sequence[int], random: torch
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     media = images(config, group, random), *clips(config, group, len(captions), random)
     return (rows["tokens"], rows["positions"], rows["segments"], features, cu_seqlens, *media), labels
+
+
+def padded(group: Group, inputs: Inputs, labels: Tensor, sample: int) -> tuple[Inputs, Tensor]:
+    """One sample of a pack alone in a pack of the same shapes."""
+    tokens, positions, segments, features, cu_seqlens, patches, mels, lengths = inputs
+    at = segments == sample + 1
+    length = int(at.sum())
+    fill = (0, 0, 0, -1, IGNORE)
+    rows = [
+        torch.full_like(x, value)
+        for x, value in zip((tokens, positions, segments, features, labels), fill, strict=True)
+    ]
+    for row, whole in zip(rows, (tokens, positions, at.int(), features, labels), strict=True):
+        row[:length] = whole[at]
+    held = feature_rows(group, 0)
+    rows[3][: len(held)] = held
+    bounds = torch.full_like(cu_seqlens, group.tokens)
+    bounds[0], bounds[1] = 0, length
+    media = [torch.zeros_like(x) for x in (patches, mels, lengths)]
+    for one, many in zip(media, (patches, mels, lengths), strict=True):
+        one[:1] = many[sample : sample + 1]
+    return (*rows[:4], bounds, *media), rows[4]  # type: ignore[return-value]
 
 
 def feature_rows(group: Group, sample: int) -> Tensor:

@@ -6,19 +6,31 @@ cost each of them seconds. Whatever happens, no process outlives the call.
 """
 
 import functools
+import gc
 import json
 import multiprocessing
 import os
 import runpy
-import socket
 import time
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import free_port
+
 ROOT = Path(__file__).parents[2]
-LIBRARIES = ["torch", "deepspeed", "deepspeed.moe.layer", "deepspeed.pipe", "safetensors.torch", "msgspec", "yaml"]
+LIBRARIES = ["torch", "torch._dynamo", "deepspeed", "deepspeed.moe.layer", "deepspeed.pipe", "safetensors.torch"]
+LIBRARIES += [
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "msgspec",
+    "prometheus_client",
+    "rich.table",
+    "xxhash",
+    "yaml",
+]
+"""With what torch and DeepSpeed import at the first optimizer: the compiler, most of a rank's start."""
+
 AROUND = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
@@ -76,7 +88,8 @@ def server() -> ForkServerContext:
 
 
 def run_rank(module: str, environment: dict[str, str], log: str) -> None:
-    """In the forked process: become a rank."""
+    """In the forked process: become a rank. DeepSpeed collects garbage for each engine; libraries are none."""
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
@@ -103,10 +116,3 @@ def kill_ranks(processes: list[ForkServerProcess]) -> None:
         process.kill()
         process.join()
         process.close()
-
-
-def free_port() -> int:
-    """A TCP port of the loopback that is free now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

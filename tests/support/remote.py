@@ -118,7 +118,7 @@ def http_server(folder: Path) -> Iterator[RangeServer]:
         server.closing.set()
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ class Site:
 
     def scrape(self) -> list[tuple[str, dict[str, str], float]]:
         url = f"http://127.0.0.1:{self.config.loader.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return parse(answer.read().decode())
 
 

@@ -1,6 +1,7 @@
 """A program for `run_ranks`: train steps on made-up global batches, case after case, and report every number.
 
-Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or `LOPSIDED`), `steps`, and for checkpoints
+Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or another of `packs`; with `apart` each of
+their samples is a micro-batch of its own), `steps`, and for checkpoints
 `checkpoints` (a folder; `{case}` in it is replaced), `save_every`, `resume`, `copies` (a folder to save in what was
 just loaded), `ends` (one for the state after the last step). Data-parallel rank d of n takes micro-batches d, d + n
 and so on. Report: case -> first step, losses, grad norms and what experts did; weights go to `<case>-<rank>.npz`.
@@ -55,12 +56,13 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     first = saved.step if saved else 0
     if "copies" in task:
         save_now(open_store(folders["copies"], config, ranks), engine, first)
+    make_batch = packs.global_batch_apart if task.get("apart") else packs.global_batch
     poison: dict[str, Any] = task.get("poison", {}).get(out.name, {})
     losses, norms, experts, skipped, suspects = [], [], [], [], []
     for step in range(first, task["steps"]):
         if step in task.get("omit", {}).get(out.name, ()):
             continue
-        batches = packs.global_batch(config, getattr(packs, task["plans"]), seed=step)
+        batches = make_batch(config, getattr(packs, task["plans"]), seed=step)
         share = batches[ranks.coords.data :: ranks.mesh.data]
         with spoiled(engine, ranks, step, **poison):
             result = engine.train_batch(iter(share), lr_at(step, task["steps"], config.train.optim))

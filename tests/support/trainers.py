@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.support.ranks import ROOT, free_port
+from tests.support.ports import free_port
+from tests.support.ranks import ROOT
 
 TRAIN_S = 240.0
 

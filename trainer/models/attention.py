@@ -7,7 +7,11 @@ row is ever empty. `cu_seqlens` gives the same cuts as bounds over the B x L pla
 
 import importlib.util
 import math
+import os
+import warnings
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -65,7 +69,8 @@ def attention(
     Without segments a sequence is one segment. `flash4` needs `cu_seqlens` (int32) wherever there are segments.
     """
     if backend == "flash4" and q_BLHD.numel():
-        return _flash4(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
+        mixed: Tensor = _flash4(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
+        return mixed
     run = _math if backend == "math" or not q_BLHD.numel() else _sdpa
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
     return run(q, k, v, causal, segments_BL).transpose(1, 2)
@@ -113,6 +118,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, segments_BL: Tensor | N
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its own compiler makes these kernels
 def _flash4(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool, cu_seqlens: Tensor | None) -> Tensor:
     dense, varlen = _flash4_functions()
     if cu_seqlens is None:
@@ -127,7 +133,12 @@ def _first(out: Any) -> Tensor:
     return found
 
 
+@cache
 def _flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Dense and variable-length attention; what they compile is kept on disk, once for a machine and user."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "flash-attention-4"))
+    warnings.filterwarnings("ignore", ".*cannot be converted to a JitArgument.*", UserWarning)
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     return flash_attn_func, flash_attn_varlen_func

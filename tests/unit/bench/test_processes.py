@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench import processes
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 SPIN = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint('spun', flush=True); sys.stdin.read()"
 HOLD = "import sys\nheld = b'x' * 64_000_000\nprint('held', flush=True); sys.stdin.read()"
 PARENT = "import subprocess, sys\nwith subprocess.Popen([sys.executable, '-c', sys.argv[1]]) as child: pass"

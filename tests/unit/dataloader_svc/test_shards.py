@@ -256,7 +256,7 @@ def test_reader_reads_by_offset_from_many_threads_with_few_open_files(tmp_path: 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert wrong == []
     assert len(reader._files) <= 2
     open_files = [p for p in Path("/proc/self/fd").iterdir() if p.exists() and str(p.resolve()).endswith(".bin")]

@@ -43,6 +43,15 @@ def test_placeholders_written_in_a_caption_stay_text(tokenizer: Tokenizer) -> No
     assert tokenizer.decode(ids) == text
 
 
+def test_captions_together_give_the_ids_that_each_gives_alone(tokenizer: Tokenizer) -> None:
+    captions = ["", "a red kite over the sea", "ümlaut, 東京, \U0001f600", "<image> written out <pad>", "red " * 500]
+    together = tokenizer.encode_all(captions)
+    assert together == [tokenizer.encode(caption) for caption in captions]
+    assert [len(ids) for ids in together] == [tokenizer.count(caption) for caption in captions]
+    assert together[0] == tokenizer.encode_all([""])[0] == []
+    assert tokenizer.encode_all([]) == []
+
+
 def test_a_tokenizer_without_placeholders_is_refused_by_name(tmp_path: Path) -> None:
     spec = trained(tmp_path / "t.json", SPECIALS[:4])
     with pytest.raises(ConfigError, match="lacks the special token <audio>"):

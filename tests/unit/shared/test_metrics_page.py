@@ -16,10 +16,10 @@ HOSTS = [("127.0.0.1", "127.0.0.1"), *([("::1", "[::1]"), ("::", "127.0.0.1"), (
 def test_a_page_answers_where_it_is_bound(bound: str, asked: str) -> None:
     with MetricsPage(free_port(), lambda: False, bound) as page:
         where = f"http://{asked}:{page.port}"
-        with urllib.request.urlopen(f"{where}/livez", timeout=10) as answer:
+        with urllib.request.urlopen(f"{where}/livez", timeout=60) as answer:
             assert answer.read() == b'{"path": "/livez", "ok": true}'
         with pytest.raises(urllib.error.HTTPError, match="503") as refused:
-            urllib.request.urlopen(f"{where}/readyz", timeout=10)
+            urllib.request.urlopen(f"{where}/readyz", timeout=60)
         refused.value.close()
 
 

@@ -17,7 +17,7 @@ from shared.batch import Cursor
 from shared.errors import CheckpointError
 from shared.mesh import Mesh
 from shared.sections import CheckpointSection, RunConfig
-from tests.support.ranks import free_port
+from tests.support.ports import free_port
 from tests.support.runs import run_config
 from trainer import saving
 from trainer.checkpoint import Checkpoints

@@ -6,40 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.batch import IGNORE, Group
 from shared.config import load
 from shared.sections import RunConfig
-from tests.support.packs import feature_rows, pack, pick_group
+from tests.support.packs import pack, padded, pick_group
 from tests.support.runs import run_file
 from trainer.feed import MicroBatch
 from trainer.loss import loss_scale, token_loss
 from trainer.models import build
-from trainer.models.fusion import Inputs
 from trainer.optim import build_optimizer, clip_gradients, set_lr
 
 CAPTIONS = (20, 7)
-
-
-def padded(group: Group, inputs: Inputs, labels: Tensor, sample: int) -> tuple[Inputs, Tensor]:
-    """One sample of a pack alone in a pack of the same shapes."""
-    tokens, positions, segments, features, cu_seqlens, patches, mels, lengths = inputs
-    at = segments == sample + 1
-    length = int(at.sum())
-    fill = (0, 0, 0, -1, IGNORE)
-    rows = [
-        torch.full_like(x, value)
-        for x, value in zip((tokens, positions, segments, features, labels), fill, strict=True)
-    ]
-    for row, whole in zip(rows, (tokens, positions, at.int(), features, labels), strict=True):
-        row[:length] = whole[at]
-    held = feature_rows(group, 0)
-    rows[3][: len(held)] = held
-    bounds = torch.full_like(cu_seqlens, group.tokens)
-    bounds[0], bounds[1] = 0, length
-    media = [torch.zeros_like(x) for x in (patches, mels, lengths)]
-    for one, many in zip(media, (patches, mels, lengths), strict=True):
-        one[:1] = many[sample : sample + 1]
-    return (*rows[:4], bounds, *media), rows[4]  # type: ignore[return-value]
 
 
 def step(config: RunConfig, batch: list[MicroBatch]) -> tuple[float, float, dict[str, Tensor]]:
