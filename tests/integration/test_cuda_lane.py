@@ -174,11 +174,16 @@ def test_a_part_waits_for_the_task_of_a_session_that_is_over(
         slots = [look(batch) for batch in client]
     with client_of(config, allocator) as client:
         first = [look(next(client)) for _ in range(3)]
+        eventually(lambda: client.poll(0.05) and not pool.tasks)
+        pool.held = pool.newest_first = True
+        first += [look(next(client)) for _ in range(config.loader.slots_per_stream - 1)]
         client._previous.release()  # type: ignore[union-attr]
-        pool.held = True
+        eventually(lambda: client.poll(0.05) or len(pool.tasks) == config.loader.slots_per_stream)
+        assert any(task.target for task in pool.tasks)
         client._session.lose("a test wants it")
-        eventually(lambda: client.poll(0.05) or client._session.opened == 2)
+        eventually(lambda: client.poll(0.01) or client._session.opened == 2)
         pool.held = False
+        eventually(lambda: client.poll(0.01) and not pool.tasks)
         assert first + [look(batch) for batch in client] == slots
         assert len(allocator.live) == 1
 

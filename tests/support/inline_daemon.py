@@ -33,22 +33,25 @@ JOIN_S = 20.0
 
 
 class InlinePool:
-    """Stands where the pool of decode workers does; `held` leaves tasks unfilled and memory mapped for a while."""
+    """Stands where the pool of decode workers does; `held` leaves tasks unfilled and memory mapped for a while.
+
+    `newest_first` fills as a pool may in which one worker is stuck: the oldest task is done last.
+    """
 
     def __init__(self, config: RunConfig, index: Index, slots: SlotPool, gpu: HostGpu) -> None:
-        self.device, self.held = UUID, False
+        self.device, self.held, self.newest_first = UUID, False, False
         self._decoder = Decoder(config.data, config.loader)
         lent: Any = gpu
         self._lent = LentParts(lent)
         self._filler = Filler(config.data, index, Reader(), self._decoder, 2, self._lent)
-        self._slots, self._tasks, self._to_forget = slots, deque[Task](), set[bytes]()
+        self._slots, self.tasks, self._to_forget = slots, deque[Task](), set[bytes]()
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
 
     def channels(self) -> list[int]:
         return [self._event]
 
     def submit(self, task: Task) -> None:
-        self._tasks.append(task)
+        self.tasks.append(task)
         os.eventfd_write(self._event, 1)
 
     def collect(self) -> list[Done]:
@@ -59,10 +62,10 @@ class InlinePool:
         self._to_forget.clear()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
-        if not self._tasks:
+        if not self.tasks:
             return []
-        task = self._tasks.popleft()
-        if self._tasks:
+        task = self.tasks.pop() if self.newest_first else self.tasks.popleft()
+        if self.tasks:
             os.eventfd_write(self._event, 1)
         return [self._filler.fill(task, self._slots.segment.payload(task.slot), print)]
 

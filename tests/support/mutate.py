@@ -110,7 +110,8 @@ def _lie(rng: random.Random, hello: wire.Hello) -> wire.Message:
         "job": rng.choice(("", "other", "\0", "x" * 5000)),
         "protocol": rng.choice((0, 1, 2, 99)),
         "digest": rng.choice(("", "ffff")),
-        "lane": rng.choice(("slots", "tcp", "carrier pigeon")),
+        "lane": rng.choice(("slots", "tcp", "cuda", "carrier pigeon")),
+        "device": rng.choice(("", "GPU-none")),
     }
     told = {name: lies[name] for name in rng.sample(sorted(lies), rng.choice((1, 2, 4)))}
     return rng.choice(
@@ -118,6 +119,7 @@ def _lie(rng: random.Random, hello: wire.Hello) -> wire.Message:
             msgspec.structs.replace(hello, **told),
             wire.Credit(rng.choice(NUMBERS[:-1])),
             wire.Release(cursor),
+            wire.Lend(rng.randbytes(rng.choice((0, 64))), rng.choice(NUMBERS[:-1]), rng.choice(NUMBERS[:-1])),
             wire.Heartbeat(),
             wire.Bye(),
         )
