@@ -160,6 +160,16 @@ def too_far(
     return {case: far for case, far in found.items() if not all(x <= tolerance.get(reference(case), 1e-5) for x in far)}
 
 
+def hold_resumed(resumed: dict[str, Run], unbroken: dict[str, Run], first: int) -> None:
+    """Hold that runs resumed after `first` steps are the unbroken ones, to the last bit."""
+    for case, run in resumed.items():
+        rest = unbroken[case]
+        assert run.first == first, case
+        assert (run.losses, run.norms) == (rest.losses[first:], rest.norms[first:]), case
+        assert run.experts == rest.experts[first:], case
+        assert differences(run, rest).weights == 0, case
+
+
 def same_experts(run: Run, wanted: Run, tolerance: float) -> None:
     """Hold that experts did the same in both, but for relative differences up to `tolerance`."""
     for ours, theirs in zip(run.experts, wanted.experts, strict=True):
