@@ -20,7 +20,7 @@ BATCH = {"batch": {"micro_batches": 8, "round": 4}}
 STEPS = 2
 """Enough for what one step leaves to the next: weights, moments, gradient buffers."""
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
+SGD = ["train.optim.name=sgd", "train.optim.lr=0.3"]
 """Adam hides a constant error in a gradient's scale, this does not."""
 
 _EXPERTS = ["experts=4", "experts_per_token=2", "expert_mlp=64", "balance_loss=0.5", "router_z_loss=0.1"]
