@@ -16,10 +16,10 @@ demo: .venv/installed   ## the main job: daemon + deepspeed trainer on real medi
 test: .venv/installed   ## every test that takes seconds, a quarter of an hour on two cores
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: .venv/installed   ## the others: whole runs and layouts of several processes
+test-slow: .venv/installed   ## the others: whole runs and layouts of several processes, half an hour on two cores
 	$(BIN)/python -m pytest -m slow
 
-parity: .venv/installed   ## every layout against one process, as a table of differences, some ten minutes
+parity: .venv/installed   ## every layout against one process, as tables of differences, a quarter of an hour
 	$(BIN)/python -m tests.bench.parity
 
 soak: .venv/installed   ## 50,000 steps (STEPS=, SEED=) while processes are killed: exactly once, bit for bit, nothing grows

@@ -171,6 +171,8 @@ def report(found: dict[str, dict[Layout, dict[str, Cell]]], load_before: str) ->
         "",
         f"{refused} more are refused; {len(too_far(cells))} are further than allowed.",
     ]
+    if left_out := [sweep.title for sweep in SWEEPS if sweep.title not in found]:
+        lines += ["", f"Not measured in this run: {'; '.join(left_out)}."]
     for title, layouts in found.items():
         rows = [
             {"case": case} | {name_of(mesh): show(cases[case], letters) for mesh, cases in layouts.items()}
@@ -183,11 +185,12 @@ def report(found: dict[str, dict[Layout, dict[str, Cell]]], load_before: str) ->
 
 def main(
     out: Annotated[Path | None, typer.Argument(help="Markdown to write; parity_cpu_<date>.md without")] = None,
+    only: Annotated[str, typer.Option(help="Measure the sweeps whose titles contain this.")] = "",
 ) -> None:
     """Measure, print and write a dated table; exit code 1 if any cell is further than allowed."""
-    before = busy()
+    before, sweeps = busy(), [sweep for sweep in SWEEPS if only in sweep.title]
     with tempfile.TemporaryDirectory() as folder:
-        found = {sweep.title: measure(Path(folder) / str(i), sweep) for i, sweep in enumerate(SWEEPS)}
+        found = {sweep.title: measure(Path(folder) / str(i), sweep) for i, sweep in enumerate(sweeps)}
     lines = report(found, before)
     path = out or dated("parity")
     path.write_text("\n".join(lines) + "\n")

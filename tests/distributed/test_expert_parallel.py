@@ -14,7 +14,7 @@ from torch import nn
 from shared.config import load
 from tests.support import packs
 from tests.support.layouts import EXPERTS as MODEL
-from tests.support.layouts import SGD, Alone, Run, differences, run_layout, same_experts, too_far
+from tests.support.layouts import SGD, Alone, Run, differences, hold_resumed, run_layout, same_experts, too_far
 from tests.support.ranks import run_ranks
 from trainer.loss import token_loss
 from trainer.models import build
@@ -113,21 +113,11 @@ def test_a_rank_without_a_single_token_keeps_step_with_the_others(alone: Alone, 
     assert too_far(shared, alone.runs(cases, plans="SILENT"), {}) == {}
 
 
-def hold_unbroken(resumed: Runs, unbroken: Runs) -> None:
-    """To the last bit."""
-    for case, run in resumed.items():
-        whole = unbroken[case]
-        assert run.first == SAVED
-        assert (run.losses, run.norms) == (whole.losses[SAVED:], whole.norms[SAVED:]), case
-        assert run.experts == whole.experts[SAVED:], case
-        assert differences(run, whole).weights == 0, case
-
-
 @slow
 def test_resume_continues_bit_for_bit(home: tuple[Path, Runs], tmp_path: Path) -> None:
     folder, unbroken = home
     saved = {"checkpoints": f"{folder}/saved/{{case}}", "resume": True}
-    hold_unbroken(run_layout(tmp_path, HOME, RELAYOUT_CASES, steps=STEPS, **saved), unbroken)
+    hold_resumed(run_layout(tmp_path, HOME, RELAYOUT_CASES, steps=STEPS, **saved), unbroken, SAVED)
 
 
 @slow
@@ -135,7 +125,7 @@ def test_a_pipeline_with_shared_out_experts_resumes_bit_for_bit(tmp_path: Path) 
     mesh, cases = (2, 2, 1, 2), {"bf16": RELAYOUT_CASES["bf16"]}
     saved = {"checkpoints": f"{tmp_path}/saved/{{case}}", "steps": STEPS}
     unbroken = run_layout(tmp_path / "a", mesh, cases, save_every=SAVED, **saved)
-    hold_unbroken(run_layout(tmp_path / "b", mesh, cases, resume=True, **saved), unbroken)
+    hold_resumed(run_layout(tmp_path / "b", mesh, cases, resume=True, **saved), unbroken, SAVED)
 
 
 @slow

@@ -20,7 +20,7 @@ BATCH = {"batch": {"micro_batches": 8, "round": 4}}
 STEPS = 2
 """Enough for what one step leaves to the next: weights, moments, gradient buffers."""
 
-SGD = ["train.optim.name=sgd", "train.optim.lr=0.1"]
+SGD = ["train.optim.name=sgd", "train.optim.lr=0.3"]
 """Adam hides a constant error in a gradient's scale, this does not."""
 
 _EXPERTS = ["experts=4", "experts_per_token=2", "expert_mlp=64", "balance_loss=0.5", "router_z_loss=0.1"]
@@ -158,6 +158,16 @@ def too_far(
     """The cases that are not within `tolerance` of `alone`, 1e-5 where it names none; both go by `reference(case)`."""
     found = {case: differences(run, alone[reference(case)]) for case, run in runs.items()}
     return {case: far for case, far in found.items() if not all(x <= tolerance.get(reference(case), 1e-5) for x in far)}
+
+
+def hold_resumed(resumed: dict[str, Run], unbroken: dict[str, Run], first: int) -> None:
+    """Hold that runs resumed after `first` steps are the unbroken ones, to the last bit."""
+    for case, run in resumed.items():
+        rest = unbroken[case]
+        assert run.first == first, case
+        assert (run.losses, run.norms) == (rest.losses[first:], rest.norms[first:]), case
+        assert run.experts == rest.experts[first:], case
+        assert differences(run, rest).weights == 0, case
 
 
 def same_experts(run: Run, wanted: Run, tolerance: float) -> None:
