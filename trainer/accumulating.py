@@ -7,14 +7,11 @@ weights' step over 8 packs a twelfth was spent so on an H200.
 from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 
 def accumulate_in_one_pass(optimizer: Any) -> None:
-    """Let a BF16_Optimizer, which was told to update at once, add without a cast; others stay as they are."""
-    if not isinstance(optimizer, BF16_Optimizer):
-        return
+    """Let a BF16_Optimizer, which was told to update at once, add without a cast."""
 
     @torch.no_grad()
     def add(parameter: Tensor, group: int, place: int, clear_lp_grads: bool) -> None:

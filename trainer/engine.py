@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
@@ -202,7 +203,8 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
         settings = deepspeed_config(config, ranks.device)
         with experts.shown(model, optimizer) if experts else contextlib.nullcontext():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
-        accumulate_in_one_pass(engine.optimizer)
+        if isinstance(engine.optimizer, BF16_Optimizer):
+            accumulate_in_one_pass(engine.optimizer)
         if experts and not clipping:
             experts.own_norm(engine.optimizer)
         if tie:

@@ -168,7 +168,8 @@ def run_reader(site: Site, batches: int, *stay: str, **environment: str) -> "sub
         str(batches),
         *stay,
     ]
-    around = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    around = {**os.environ, **environment, "PYTHONPATH": paths}
     return subprocess.Popen(command, cwd=ROOT, env=around, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
