@@ -9,7 +9,6 @@ it. A JPEG goes to libjpeg-turbo, reduced where it is much larger than its bucke
 dynamic mode. On a GPU a micro-batch is one run of a pipeline; when that fails, its samples are decoded on the CPU.
 """
 
-import ctypes
 import sys
 import threading
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from dataloader_svc.headers import ImageFacts
 from dataloader_svc.pipeline import PipelineDecoder, Region, Size, last_line
 from dataloader_svc.rows import DevicePlace, Pixels, Place
 from shared.batch import Bucket, groups
+from shared.cuda import count_gpus
 from shared.errors import ConfigError, SampleError
 from shared.sections import DataSection, LoaderSection
 
@@ -212,15 +212,3 @@ def check_device(loader: LoaderSection) -> None:
         raise ConfigError("loader.device", "gpu", "needs an NVIDIA driver and a GPU, and none is found", remedy)
     if not 0 <= loader.gpu_id < found:
         raise ConfigError("loader.gpu_id", loader.gpu_id, f"must be below the {found} GPUs found", remedy)
-
-
-def count_gpus() -> int:
-    """How many CUDA devices the driver shows; 0 without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return 0
-    return count.value

@@ -1,4 +1,4 @@
-"""The few calls of CUDA's driver that lent device memory needs, through ctypes: allocate, export, map and copy.
+"""The calls of CUDA's driver that lent device memory and decode workers need, through ctypes.
 
 A call needs a current context: each method makes the device's primary one current, which torch and DALI use too, and
 puts back what was. Memory is plain (cuMemAlloc), whatever torch's allocator is set to: what `expandable_segments` maps
@@ -35,6 +35,7 @@ class _Uuid(ctypes.Structure):
 _address, _size, _pointer, _int = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuInit": (ctypes.c_uint,),
+    "cuDeviceGetCount": (ctypes.POINTER(_int),),
     "cuDeviceGet": (ctypes.POINTER(_int), _int),
     "cuDeviceGetUuid_v2": (ctypes.POINTER(_Uuid), _int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(_pointer), _int),
@@ -151,6 +152,17 @@ class Gpu:
             yield
         finally:
             call("cuCtxPopCurrent_v2", ctypes.byref(_pointer()))
+
+
+def count_gpus() -> int:
+    """How many devices the driver shows; 0 without a driver. Needs no context."""
+    count = _int()
+    try:
+        call("cuInit", 0)
+        call("cuDeviceGetCount", ctypes.byref(count))
+    except DeviceError:
+        return 0
+    return count.value
 
 
 def device_uuid(index: int) -> str:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataloader_svc.decode import count_gpus
-from shared.cuda import GRANULE_BYTES, Gpu, device_uuid
+from shared.cuda import GRANULE_BYTES, Gpu, count_gpus, device_uuid
 from shared.errors import DeviceError
 from tests.support.daemons import ROOT, make_run, serving, wait_until
 from tests.support.ports import free_port

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from dataloader_svc import device
-from dataloader_svc.decode import Decoder, count_gpus
+from dataloader_svc.decode import Decoder
 from shared.batch import Bucket
+from shared.cuda import count_gpus
 from shared.errors import SampleError
 from shared.sections import DataSection, DatasetSection, LoaderSection
 from shared.slots import SlotPool

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dataloader_svc.decode import count_gpus
 from dataloader_svc.mps import COMMAND, Control, sharing
 from shared import mps as places
+from shared.cuda import count_gpus
 from shared.sections import LoaderSection
 from tests.support.daemons import alive, wait_until
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dataloader_svc.decode import count_gpus
 from dataloader_svc.mps import Control
+from shared.cuda import count_gpus
 from tests.support import mps_stand_in
 from tests.support.daemons import Daemon, make_run
 

@@ -86,18 +86,16 @@ class Bench:
             data = load(run_file(self.scratch / "indexing", path, self.batch, {})).data
             build_index(expand(data.datasets, "fail"), data, self.scratch / "index", self.cores)
 
-    def images(self) -> list[Row]:
+    def images(self) -> Iterator[Row]:
         """Images a second, and the processor time they take."""
-        rows = []
         for size in self.tars:
-            raws = self._raw(size)
-            rows += raws
+            yield from (raws := self._raw(size))
             best = max(float(row["images/s"]) for row in raws) if "CPU cores used" in raws[0] else 0.0
-            rows += [self._drained(size, *way, best) for way in self._daemons(size)]
+            for way in self._daemons(size):
+                yield self._drained(size, *way, best)
             feed = Torch(str(self.tars[size]), self._torch_workers(), self.batch)
             found = ordered(Drain(feed, self.seconds), Drained, **alone())
-            rows.append(rate_row(size, f"DataLoader + webdataset + Pillow, {feed.workers} workers", found, best))
-        return rows
+            yield rate_row(size, f"DataLoader + webdataset + Pillow, {feed.workers} workers", found, best)
 
     def _raw(self, size: str) -> list[Row]:
         runs = RAW_RUNS if self.cuda else RAW_RUNS[:1]
@@ -125,16 +123,15 @@ class Bench:
     def _torch_workers(self) -> int:
         return min(16, self.cores)
 
-    def waits(self) -> list[Row]:
+    def waits(self) -> Iterator[Row]:
         """A step of 100 ms and its images: 3 batches a step on a GPU."""
         size, images = next(iter(self.tars)), (3 if self.cuda else 1) * self.batch
-        rows = []
         for device, workers, mps in self._waiting():
             with self.daemon(size, device, workers, mps) as feed:
                 name = f"daemon, {device.upper()} decode, {workers} workers{', MPS' if mps == 'start' else ''}"
-                rows.append(self._wait_row(name, feed, images, self.around(mps)))
+                yield self._wait_row(name, feed, images, self.around(mps))
         feed = Torch(str(self.tars[size]), self._torch_workers(), self.batch)
-        return [*rows, self._wait_row(f"DataLoader, {feed.workers} workers", feed, images, alone())]
+        yield self._wait_row(f"DataLoader, {feed.workers} workers", feed, images, alone())
 
     def _waiting(self) -> list[tuple[str, int, str]]:
         return [("gpu", 2, "off"), ("gpu", 2, "start")] if self.cuda else [("cpu", min(2, self.cores), "off")]
@@ -149,16 +146,18 @@ class Bench:
         row |= {"wait p50 ms": marks[0], "wait p99 ms": marks[1]}
         return row | {"GPU idle" if self.cuda else "not in a step": f"{1 - found.busy_s / found.seconds:.1%}"}
 
-    def steps(self) -> list[Row]:
+    def steps(self) -> Iterator[Row]:
         """A step of 40 ms alone, and beside a daemon, by time slices and through MPS."""
+        if not self.cuda:
+            return
         first = self._stepped(Steps(None, self.seconds, STEP_S, 0, (0.0,)), alone())[0]
-        rows = [self._step_row("alone", first, first)]
+        yield self._step_row("alone", first, first)
         repeats = first.repeats if isinstance(first, Stepped) else 0
         for mps, name in (("off", "time slices"), ("start", "MPS")):
             with self.daemon(SMALL, "gpu", 2, mps) as feed:
                 found = self._stepped(Steps(feed, self.seconds, STEP_S, repeats, RATES), self.around(mps))
-                rows += [self._step_row(name, each, first, rate) for each, rate in zip(found, RATES, strict=True)]
-        return rows
+                for each, rate in zip(found, RATES, strict=True):
+                    yield self._step_row(name, each, first, rate)
 
     def _stepped(self, order: Steps, around: dict[str, str]) -> list[Stepped] | list[str]:
         found = ordered(order, list[Stepped], **around)
@@ -210,22 +209,25 @@ def main(
     folder: Annotated[Path, typer.Option(help="where the tars are made")] = ROOT / "runs/bench-loader-gpu",
     quick: Annotated[bool, typer.Option("--quick", help="a minute on a CPU: only shows that all works")] = False,
 ) -> None:
-    """Make the data, measure, and write a dated table."""
+    """Make the data, measure, and write a dated table, row by row as they are found."""
     distinct = 256
     if quick:
         seconds, batch, samples, distinct, folder = 0.5, 16, 128, 16, folder.with_name(folder.name + "-quick")
     load_line, cores = report.busy(), len(os.sched_getaffinity(0))
     sizes = [SMALL] if quick else [SMALL, BIG]
     tars = {size: dataset.build(folder, size, distinct, samples, cores) for size in sizes}
-    with tempfile.TemporaryDirectory(prefix="msgpu-", dir="/tmp") as scratch:
-        bench = Bench(Path(scratch), tars, seconds, batch)
-        bench.index()
-        tables: dict[str, list[Row]] = {}
-        for part in filter(None, only.split(",")):
-            tables[part] = getattr(bench, part)() if bench.cuda or part != "steps" else []
-            typer.echo("\n".join(written({part: tables[part]}, [])))
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     head = [f"{report.today()}, {report.machine()}{gpu}; {load_line}", report.versions(PACKAGES), ""]
     head += [f"`python -m tests.bench.loader_gpu --seconds {seconds:g} --batch {batch} --samples {samples}`", ""]
     head += [*(f"{dataset.describe(path)}." for path in tars.values())]
+    tables: dict[str, list[Row]] = {}
+    with tempfile.TemporaryDirectory(prefix="msgpu-", dir="/tmp") as scratch:
+        bench = Bench(Path(scratch), tars, seconds, batch)
+        bench.index()
+        for part in filter(None, only.split(",")):
+            tables[part] = []
+            for row in getattr(bench, part)():
+                tables[part].append(row)
+                typer.echo(" | ".join(row.values()))
+                out.write_text("\n".join(written(tables, head)))
     out.write_text("\n".join(written(tables, head)))

@@ -322,7 +322,7 @@ def test_a_worker_that_cannot_start_says_why(shop: Shop, tmp_path: Path) -> None
 
 
 def test_gpu_decode_without_a_gpu_is_refused_at_start(shop: Shop) -> None:
-    from dataloader_svc.decode import count_gpus
+    from shared.cuda import count_gpus
 
     if count_gpus():
         pytest.skip("there is a GPU")
