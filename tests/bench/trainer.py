@@ -147,6 +147,9 @@ def main(
     data: Annotated[Path, typer.Option(help="the demo data")] = ROOT / "demo-data",
     only: Annotated[list[str] | None, typer.Option(help=f"variants: {', '.join(VARIANTS)}; all without")] = None,
     copies: Annotated[int, typer.Option(help="how often the data is listed: few samples do not fill large packs")] = 1,
+    folder: Annotated[
+        Path | None, typer.Option(help="where the copies and their indexes are kept for another run")
+    ] = None,
     override: Annotated[list[str] | None, typer.Option("--set", help="run-file overrides for every variant")] = None,
     warmup: Annotated[int, typer.Option(help="steps before the measured ones")] = 4,
     steps: Annotated[int, typer.Option(help="measured steps")] = 12,
@@ -156,13 +159,13 @@ def main(
 ) -> None:
     """Measure and write a dated table."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        options = [*demo_options(data, copies, Path(folder)), *(override or [])]
+    with tempfile.TemporaryDirectory() as scratch:
+        options = [*demo_options(data, copies, (folder or Path(scratch)) / "data"), *(override or [])]
         for key in only or VARIANTS:
             variant = VARIANTS[key]
             counts = (0, long_steps) if variant.long else (warmup, steps)
             result = measure(
-                [*options, *variant.options], config, Path(folder) / key, *counts, gpus, profile and profile / key
+                [*options, *variant.options], config, Path(scratch) / key, *counts, gpus, profile and profile / key
             )
             found[variant.name] = result if isinstance(result, str) else result[0]
             typer.echo(f"{variant.name}: {said(found[variant.name])}")
