@@ -11,7 +11,18 @@ import msgspec
 import pytest
 
 from shared.batch import Cursor
-from shared.wire import MAX_TO_DAEMON_BYTES, Bye, Credit, Failure, Heartbeat, Process, Release, Welcome, this_process
+from shared.wire import (
+    MAX_TO_DAEMON_BYTES,
+    PROTOCOL,
+    Bye,
+    Credit,
+    Failure,
+    Heartbeat,
+    Process,
+    Release,
+    Welcome,
+    this_process,
+)
 from tests.support.daemons import ROOT, Daemon, make_run, serving, wait_until
 from tests.support.ports import free_port
 from tests.support.reader import RawReader
@@ -180,7 +191,7 @@ def test_a_reader_on_another_host_is_not_taken_for_dead(site: Site) -> None:
 
 
 REFUSALS = {
-    "protocol": ({"protocol": 99}, "protocol version 99 of the reader is not 2 of the daemon"),
+    "protocol": ({"protocol": 99}, f"protocol version 99 of the reader is not {PROTOCOL} of the daemon"),
     "digest": (
         {"digest": "feedfacefeedface"},
         "the data section differs: its digest is feedfacefeedface at the reader",
