@@ -117,15 +117,21 @@ def _connected(ranks: Ranks) -> Lifeline:
     token = ranks.from_main(secrets.randbits(62))
     if not ranks.is_main:
         port = ranks.from_main(0)
-        return Lifeline(ranks.rank, {0: _joined(host, port, token, ranks.rank)}).start()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    everywhere = "::" if family is socket.AF_INET6 else "0.0.0.0"
-    with socket.create_server((host if is_loopback(host) else everywhere, 0), family=family) as server:
+        return Lifeline(ranks.rank, {0: joined(host, port, token, ranks.rank)}).start()
+    with listening(host) as server:
         ranks.from_main(server.getsockname()[1])
-        return Lifeline(0, _accepted(server, token, ranks.mesh.world - 1)).start()
+        return Lifeline(0, accepted(server, token, ranks.mesh.world - 1)).start()
 
 
-def _joined(host: str, port: int, token: int, rank: int) -> socket.socket:
+def listening(host: str) -> socket.socket:
+    """A server on a free port: of the loopback where the ranks meet there, else of every address of this host."""
+    if is_loopback(host):
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    dual = socket.has_dualstack_ipv6()
+    return socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
+
+
+def joined(host: str, port: int, token: int, rank: int) -> socket.socket:
     try:
         peer = socket.create_connection((host, port), timeout=JOIN_S)
         _send(peer, token)
@@ -135,7 +141,7 @@ def _joined(host: str, port: int, token: int, rank: int) -> socket.socket:
     return _kept(peer)
 
 
-def _accepted(server: socket.socket, token: int, count: int) -> dict[int, socket.socket]:
+def accepted(server: socket.socket, token: int, count: int) -> dict[int, socket.socket]:
     """Connections of `count` ranks that know the token; strangers are sent away."""
     found: dict[int, socket.socket] = {}
     deadline = time.monotonic() + JOIN_S
