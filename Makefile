@@ -13,7 +13,7 @@ help:            ## this list
 demo: .venv/installed   ## the main job: daemon + deepspeed trainer on real media, a few minutes on a CPU
 	$(BIN)/python -m deploy.demo.run
 
-test: .venv/installed   ## every test that takes seconds, a quarter of an hour on two cores
+test: .venv/installed   ## every test that takes seconds, ten minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: .venv/installed   ## the others: whole runs and layouts of several processes, half an hour on two cores
