@@ -254,7 +254,7 @@ def views(spec: BatchSpec, payload: NDArray[np.uint8]) -> dict[str, NDArray[Any]
     end = 0
     for field in spec.fields:
         payload[end : field.offset] = 0
-        end = field.offset + field.size_bytes
+        end = field.end
         fields[field.name] = payload[field.offset : end].view(field.dtype).reshape(field.shape)
     payload[end : spec.size_bytes] = 0
     return fields
@@ -263,7 +263,7 @@ def views(spec: BatchSpec, payload: NDArray[np.uint8]) -> dict[str, NDArray[Any]
 def _checksum(payload: NDArray[np.uint8], spec: BatchSpec, without_pixels: bool) -> int:
     """xxh3-64, less its top bit, of the payload or of what stands before and after its pixels."""
     start = spec.pixels.offset
-    end = start + spec.pixels.size_bytes if without_pixels else start
+    end = spec.pixels.end if without_pixels else start
     digest = xxhash.xxh3_64(payload[:start].data)
     digest.update(payload[end : spec.size_bytes].data)
     return digest.intdigest() & ((1 << CHECKSUM_BITS) - 1)

@@ -49,6 +49,11 @@ class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
     def size_bytes(self) -> int:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
+    @property
+    def end(self) -> int:
+        """Where its bytes end in the payload."""
+        return self.offset + self.size_bytes
+
 
 class BatchSpec(msgspec.Struct, frozen=True):
     """Static layout of every micro-batch of one group."""
@@ -184,4 +189,4 @@ def _place(wanted: list[tuple[str, str, tuple[int, ...]]]) -> Iterator[FieldSpec
 
 
 def _end(field: FieldSpec) -> int:
-    return -(-(field.offset + field.size_bytes) // ALIGN) * ALIGN
+    return -(-field.end // ALIGN) * ALIGN

@@ -1,7 +1,7 @@
 """Gradients of micro-batches added up in fp32 as soon as backward has each: one pass over memory.
 
-DeepSpeed's BF16_Optimizer would cast a gradient to fp32 in memory, add that, and keep the bf16 one: of a 3.5 billion
-weights' step over 8 packs a twelfth was spent so on an H200.
+DeepSpeed's BF16_Optimizer would keep the bf16 gradient, which autograd then adds to, and cast it to fp32 in memory
+before adding that: 8 % of an H200's kernel time in a step of 3.5 billion weights over 8 packs.
 """
 
 from typing import Any

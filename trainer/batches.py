@@ -195,7 +195,7 @@ class Batch:
         payload = self.payload.numpy()
         if self.pixels is None or self.attachment.memory is None:
             return [payload]
-        start, end = self.spec.pixels.offset, self.spec.pixels.offset + self.spec.pixels.size_bytes
+        start, end = self.spec.pixels.offset, self.spec.pixels.end
         pixels = [self.pixels.cpu().numpy()] if self.attachment.memory.hashed else []
         return [payload[:start], *pixels, payload[end:]]
 
@@ -274,7 +274,7 @@ def gather(out: torch.Tensor, batch: Batch) -> None:
     if batch.pixels is None:
         out[: batch.spec.size_bytes].copy_(batch.payload, non_blocking=True)
         return
-    start, end = batch.spec.pixels.offset, batch.spec.pixels.offset + batch.spec.pixels.size_bytes
+    start, end = batch.spec.pixels.offset, batch.spec.pixels.end
     out[:start].copy_(batch.payload[:start], non_blocking=True)
     out[start:end].copy_(batch.pixels, non_blocking=True)
     out[end : batch.spec.size_bytes].copy_(batch.payload[end:], non_blocking=True)

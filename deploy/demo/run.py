@@ -83,12 +83,16 @@ def scrape(page: str) -> dict[str, float]:
         return {f"{s.name}{{{','.join(s.labels.values())}}}": s.value for f in families for s in f.samples}
 
 
+def around() -> dict[str, str]:
+    """The environment of a launched trainer: without a GPU DeepSpeed has to be told, and ranks share the cores."""
+    return {**os.environ, **({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})}
+
+
 def train(count: int, overrides: list[str]) -> None:
     """Launch the trainer with `deepspeed` and wait for it."""
     launch = [*DEEPSPEED, "--num_gpus", str(count), "--master_port", "29577", "--module", "trainer"]
     command = [*launch, "train", "--config", str(CONFIG), "--set", f"mesh.data={count}", *overrides]
-    device = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(command, cwd=ROOT, timeout=TRAIN_S, check=False, env={**os.environ, **device})
+    child = subprocess.run(command, cwd=ROOT, timeout=TRAIN_S, check=False, env=around())
     if child.returncode:
         raise SystemExit(f"the trainer ended with exit code {child.returncode}")
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import yaml
 import zmq
 
 from dataloader_svc.daemon import Loop, Signals
@@ -32,6 +31,7 @@ from shared.batch import BatchSpec, batch_spec, groups
 from shared.config import endpoint, load
 from shared.sections import RunConfig
 from shared.slots import SlotPool
+from tests.bench import one_size
 from tests.support.columns import pictures
 from trainer.client import LoaderClient
 
@@ -90,22 +90,6 @@ class Copier:
         os.close(self._event)
 
 
-def run_file(folder: Path, images: int) -> Path:
-    """A run file whose micro-batches hold `images` pictures of IMAGE_BYTES bytes each."""
-    each = (SIDE // PATCH) ** 2 + CAPTION_TOKENS + 2
-    data = {
-        "datasets": [{"name": "lane", "shards": ["none.tar"]}],
-        "image": {"patch": PATCH, "pixel_budget": SIDE * SIDE, "buckets": [[SIDE, SIDE]]},
-        "audio": {"classes_s": [0.08]},
-        "text": {"max_tokens": CAPTION_TOKENS, "expected_tokens": CAPTION_TOKENS},
-        "batch": {"tokens": -(-images * each // 64) * 64, "micro_batches": 1, "round": 1},
-    }
-    loader = {"endpoint": f"ipc://{folder}/lane.sock", "max_streams": 1, "metrics_port": 0}
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({"job": "lane", "data": data, "loader": loader}))
-    return path
-
-
 @contextlib.contextmanager
 def serving(config: RunConfig, images: int, pace_s: float) -> Iterator[Copier]:
     """The daemon's loop in a thread of this process, over the made-up facts of enough samples."""
@@ -136,7 +120,7 @@ def serving(config: RunConfig, images: int, pace_s: float) -> Iterator[Copier]:
 def run(images: int, readers: int, batches: int, copy: bool, pace_s: float = 0.0) -> tuple[list[Seen], float]:
     """What each of `readers` processes saw of `batches` batches, and how many writes the daemon spent on a batch."""
     with tempfile.TemporaryDirectory() as folder:
-        path = run_file(Path(folder), images)
+        path = one_size.run_file(Path(folder), "none.tar", images, SIDE, PATCH, CAPTION_TOKENS, {})
         config = load(path)
         children = [Child(config, n, readers, batches, copy) for n in range(readers)]  # forked while no thread runs
         try:
@@ -219,7 +203,7 @@ class Child:
 
 
 def _read(pipe: Connection, config: RunConfig, reader: int, readers: int, batches: int, copy: bool) -> None:
-    with LoaderClient(endpoint(config), job="lane", reader=reader, readers=readers, wait_s=WAIT_S) as client:
+    with LoaderClient(endpoint(config), job="bench", reader=reader, readers=readers, wait_s=WAIT_S) as client:
         out, late_s, began = np.empty(next(client).spec.size_bytes, np.uint8), [], 0.0
         for number in range(WARM + batches):
             if number == WARM:

@@ -21,13 +21,13 @@ import msgspec
 import torch
 import typer
 
-from deploy.demo.run import DEEPSPEED, ROOT, free_port
+from deploy.demo.run import DEEPSPEED, ROOT, around, free_port
 from shared.config import load
 from tests.bench.main_job import hardware
 from tests.bench.report import table, today
 from tests.bench.trainer import CONFIG, Decoded, demo_options, each, measure, tail
 from tests.support.daemons import serving
-from tests.support.trainers import lines
+from tests.support.trainers import lines, rank_processes
 from trainer.bench import Numbers
 
 MOE = ("model.decoder.depth=24", "model.decoder.experts=8", "model.decoder.expert_mlp=2752", "train.compile=false")
@@ -150,12 +150,11 @@ def losses(options: list[str], config: Path, folder: Path, kill: bool) -> tuple[
     path, log = folder / "run.yaml", folder / f"{time.monotonic_ns()}.log"
     path.write_bytes(msgspec.yaml.encode(run))
     command = [*DEEPSPEED, "--num_gpus", "2", "--master_port", str(free_port()), "--module", "trainer", "train"]
-    device = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with serving(path) as daemon, log.open("wb") as file:
         with subprocess.Popen(
             [*command, "--config", str(path), "--resume"],
             cwd=ROOT,
-            env={**os.environ, **device},
+            env=around(),
             stdout=file,
             stderr=file,
         ) as child:
@@ -180,17 +179,8 @@ def kill_rank_one(launcher: "subprocess.Popen[bytes]", log: Path) -> float:
         if launcher.poll() is not None or time.monotonic() > deadline:
             raise SystemExit("the run ended before it could be killed")
         time.sleep(0.02)
-    found = [int(place.parent.name) for place in Path("/proc").glob("[0-9]*/cmdline") if is_rank_one(place)]
-    os.kill(found[0], signal.SIGKILL)
+    os.kill(rank_processes(os.getpgid(launcher.pid))[1], signal.SIGKILL)
     return time.monotonic()
-
-
-def is_rank_one(cmdline: Path) -> bool:
-    """Whether the process is rank 1 of a trainer that `deepspeed` started."""
-    try:
-        return b"\0trainer\0--local_rank=1\0" in cmdline.read_bytes()
-    except OSError:
-        return False
 
 
 @app.command()

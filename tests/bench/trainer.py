@@ -5,7 +5,6 @@ Variants of one run file, one after the other on one machine, each with a loader
 """
 
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import torch
 import typer
 
-from deploy.demo.run import DEEPSPEED, ROOT, free_port, scrape
+from deploy.demo.run import DEEPSPEED, ROOT, around, free_port, scrape
 from shared.config import load
 from tests.bench.main_job import hardware
 from tests.bench.report import table, today
@@ -75,11 +73,10 @@ def measure(
     command = [*DEEPSPEED, *where, "--master_port", str(free_port()), "--module", "trainer", "bench"]
     command += ["--config", str(path), "--warmup", str(warmup), "--steps", str(steps), "--out", str(out)]
     command += ["--profile", str(profile)] if profile else []
-    device = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     log = folder / "trainer.log"
     with serving(path) as daemon, log.open("wb") as file:
         try:
-            subprocess.run(command, cwd=ROOT, env={**os.environ, **device}, stdout=file, stderr=file, timeout=limit_s)
+            subprocess.run(command, cwd=ROOT, env=around(), stdout=file, stderr=file, timeout=limit_s)
             counted = scrape(f"http://127.0.0.1:{page}/metrics")
         except subprocess.TimeoutExpired:
             return f"not done after {limit_s:g} s: " + tail(log)

@@ -5,7 +5,6 @@ where gathering and reducing would wait for ever for a rank that left something 
 micro-batch, all of them end.
 """
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.config import load
 from tests.support.layouts import SGD, Alone, Run, differences, run_layout
-from tests.support.ranks import kill_ranks, start_ranks
+from tests.support.ranks import kill_ranks, start_ranks, wait_ranks
 from tests.support.runs import run_file
 from trainer.models import build
 
@@ -76,9 +75,7 @@ def test_a_loader_that_ends_on_one_rank_ends_all_of_them(tmp_path: Path, axis: s
     task = {"config": str(config), "sets": [f"mesh.{axis}=2"], "unlike": False, "short": True}
     processes = start_ranks("tests.support.unlike_program", 2, tmp_path, task)
     try:
-        deadline = time.monotonic() + 240
-        while None in (codes := [process.exitcode for process in processes]) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        codes = wait_ranks(processes, 240, patient=True)
     finally:
         kill_ranks(processes)
     assert None not in codes and 0 not in codes

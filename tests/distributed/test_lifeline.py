@@ -1,13 +1,12 @@
 """A rank that ends early takes the others along, whatever they wait for, and each of them names it."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.daemons import make_run, serving
-from tests.support.ranks import kill_ranks, start_ranks
+from tests.support.ranks import kill_ranks, start_ranks, wait_ranks
 from tests.support.runs import run_file
 from tests.support.trainers import Trainer
 
@@ -25,10 +24,8 @@ def ended(folder: Path, rank: int, way: str) -> tuple[list[int | None], list[str
         "way": way,
     }
     processes = start_ranks(PROGRAM, WORLD, folder, task)
-    deadline = time.monotonic() + ENDED_S
     try:
-        while None in (codes := [process.exitcode for process in processes]) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        codes = wait_ranks(processes, ENDED_S, patient=True)
     finally:
         kill_ranks(processes)
     return codes, [(folder / f"rank-{number}.log").read_text() for number in range(WORLD)]

@@ -178,6 +178,13 @@ def same_experts(run: Run, wanted: Run, tolerance: float) -> None:
             np.testing.assert_allclose(value, theirs[key], rtol=tolerance, err_msg=key)
 
 
+def same_expert_training(runs: dict[str, Run], wanted: dict[str, Run]) -> None:
+    """Hold that experts did the same in every case; those of `capacity`, and no others, dropped many tokens."""
+    for case, run in runs.items():
+        same_experts(run, wanted[case], 2e-2 if case == "bf16" else 1e-5)
+        assert all((each["dropped_share"] > 0.3) is (case == "capacity") for each in run.experts if each), case
+
+
 def _relative(found: list[float], wanted: list[float]) -> float:
     pairs = zip(found[-len(wanted) :], wanted[-len(found) :], strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs)

@@ -99,12 +99,12 @@ def run_rank(module: str, environment: dict[str, str], log: str) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def wait_ranks(processes: list[ForkServerProcess], timeout_s: float) -> list[int | None]:
-    """Exit codes once all have ended, or one has failed, or the time is up (None: still running)."""
+def wait_ranks(processes: list[ForkServerProcess], timeout_s: float, *, patient: bool = False) -> list[int | None]:
+    """Exit codes once all have ended, or (unless `patient`) one has failed, or the time is up (None: still running)."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         codes = [process.exitcode for process in processes]
-        if all(code is not None for code in codes) or any(codes):
+        if None not in codes or (any(codes) and not patient):
             return codes
         time.sleep(0.05)
     return [process.exitcode for process in processes]

@@ -76,33 +76,30 @@ class Trainer:
 
     def stop(self) -> "Trainer":
         """SIGTERM to the ranks (the launcher itself would answer it by killing them), and a good end."""
-        for pid in self._ranks().values():
+        for pid in rank_processes(self.process.pid).values():
             os.kill(pid, signal.SIGTERM)
         return self.finish()
 
-    def _ranks(self) -> dict[int, int]:
-        """Process ids by rank: processes of the run that run the trainer and were told a rank."""
-        found: dict[int, int] = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                pid, told = int(folder.name), (folder / "environ").read_bytes().split(b"\0")
-                ranks = [int(word[5:]) for word in told if word.startswith(b"RANK=")]
-                if (
-                    ranks
-                    and os.getpgid(pid) == self.process.pid
-                    and b"\0trainer\0" in (folder / "cmdline").read_bytes()
-                ):
-                    found[ranks[0]] = pid
-        return found
-
     def kill_rank(self, rank: int) -> None:
         """SIGKILL to one rank."""
-        os.kill(self._ranks()[rank], signal.SIGKILL)
+        os.kill(rank_processes(self.process.pid)[rank], signal.SIGKILL)
 
     def kill(self) -> None:
         """SIGKILL to every process of the run."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(TRAIN_S)
+
+
+def rank_processes(group: int) -> dict[int, int]:
+    """Process ids by rank: processes of the group that run the trainer and were told a rank."""
+    found: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            pid, told = int(folder.name), (folder / "environ").read_bytes().split(b"\0")
+            ranks = [int(word[5:]) for word in told if word.startswith(b"RANK=")]
+            if ranks and os.getpgid(pid) == group and b"\0trainer\0" in (folder / "cmdline").read_bytes():
+                found[ranks[0]] = pid
+    return found
 
 
 def verify(config: Path, run_dir: Path, *flags: str) -> "subprocess.CompletedProcess[str]":

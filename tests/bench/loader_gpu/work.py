@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
-import yaml
 
 from shared import mps
+from tests.bench import one_size
 
 ROOT = Path(__file__).parents[3]
 SIDE, PATCH, CAPTION_TOKENS = 336, 14, 32
@@ -132,16 +132,4 @@ def alone() -> dict[str, str]:
 
 def run_file(place: Path, tars: Path, batch: int, loader: dict[str, object]) -> Path:
     """A run file whose micro-batches are `batch` pictures of 336x336."""
-    place.mkdir(parents=True, exist_ok=True)
-    each = (SIDE // PATCH) ** 2 + CAPTION_TOKENS + 2
-    data = {
-        "datasets": [{"name": "bench", "shards": [f"{tars}/*.tar"]}],
-        "image": {"patch": PATCH, "pixel_budget": SIDE * SIDE, "buckets": [[SIDE, SIDE]]},
-        "audio": {"classes_s": [0.08]},
-        "text": {"max_tokens": CAPTION_TOKENS, "expected_tokens": CAPTION_TOKENS},
-        "batch": {"tokens": -(-batch * each // 64) * 64, "micro_batches": 1, "round": 1},
-    }
-    fixed = {"endpoint": f"ipc://{place}/loader.sock", "metrics_port": 0, "max_streams": 1}
-    path = place / "run.yaml"
-    path.write_text(yaml.safe_dump({"job": "gpu", "data": data, "loader": {**fixed, **loader}}))
-    return path
+    return one_size.run_file(place, f"{tars}/*.tar", batch, SIDE, PATCH, CAPTION_TOKENS, loader)
