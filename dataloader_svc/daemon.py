@@ -32,9 +32,10 @@ from shared import slots
 from shared.batch import batch_spec, groups
 from shared.config import index_dir, served
 from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples
+from shared.logs import RateLimited, logger
 from shared.sections import RunConfig
 from shared.skips import merged
-from shared.telemetry import MetricsPage, RateLimited, logger
+from shared.telemetry import MetricsPage
 from shared.wire import MAX_TO_DAEMON_BYTES, Failure, decode_to_daemon
 
 TICK_S = 0.2

@@ -18,8 +18,8 @@ from dataloader_svc.bucket import Array
 from dataloader_svc.epoch import ORDER, EpochPlan
 from dataloader_svc.index_file import replace_whole
 from dataloader_svc.summary import PlanSummary
+from shared.logs import logger
 from shared.sections import DataSection
-from shared.telemetry import logger
 
 MAGIC = b"MILLPLAN"
 ALIGN = 64

@@ -23,9 +23,9 @@ from dataloader_svc.sessions import Session, StreamKey, job_of, refusal
 from dataloader_svc.stream import Entry, Reader, Stream
 from dataloader_svc.tasks import Done, Task
 from shared.batch import batch_spec, groups
+from shared.logs import logger
 from shared.sections import RunConfig
 from shared.slots import SlotPool, State
-from shared.telemetry import logger
 from shared.wire import (
     PROTOCOL,
     Batch,

@@ -19,8 +19,8 @@ from shared.batch import Cursor
 from shared.config import digest
 from shared.errors import LoaderTimeout, ProtocolError, SlotError
 from shared.keys import reader_keys
+from shared.logs import logger
 from shared.sections import DataSection
-from shared.telemetry import logger
 from trainer.batches import Batch, Leases, Register
 from trainer.cuda_lane import CudaLane
 from trainer.lanes import Arrival, Lane, SlotsLane

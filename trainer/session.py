@@ -17,7 +17,7 @@ import msgspec
 from shared import wire
 from shared.batch import BatchSpec, Cursor
 from shared.errors import ProtocolError, SlotError, TooManyBadSamples
-from shared.telemetry import RateLimited, logger
+from shared.logs import RateLimited, logger
 from trainer.batches import room_for
 from trainer.lanes import Arrival, Lane
 from trainer.link import Land, Received

@@ -16,8 +16,8 @@ from dataloader_svc.plan import Pack, Planner
 from dataloader_svc.plan_file import PlanFiles, key_of
 from shared.batch import Cursor
 from shared.errors import ShardError
+from shared.logs import logger
 from shared.sections import BatchSection, DataSection, RunConfig
-from shared.telemetry import logger
 from tests.support.columns import columns
 from tests.support.daemons import ROOT, make_run
 from tests.support.tars import built, data_section
