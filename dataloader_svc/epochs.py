@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from dataloader_svc import mixture
-from dataloader_svc.bucket import Array, Facts, assign
+from dataloader_svc.bucket import Array, Facts, assign, present
 from dataloader_svc.epoch import EpochPlan, build_epoch, per_dataset
 from dataloader_svc.plan_file import PlanFiles
 from dataloader_svc.summary import PlanSummary, summarize
@@ -68,6 +68,11 @@ class Epochs:
     def times(self, epoch: int) -> Array:
         """How often each sample stands in the epoch. int64 [I]."""
         return np.bincount(self.plan(epoch).chosen(), minlength=len(self._group_of))
+
+    def groups(self) -> tuple[int, ...]:
+        """Groups that packs of any epoch may be of, ascending. A summary that was kept tells without the columns."""
+        told = self._files.summary(0) if self._files else None
+        return told.groups if told else present(self._group_of)
 
     @cached_property
     def _group_of(self) -> Array:

@@ -69,6 +69,7 @@ def test_a_kept_plan_gives_the_very_same_packs_and_looks_at_no_facts(tmp_path: P
     again = planner(tmp_path, facts=Forbidden())
     assert packs(again) == expected == packs(Planner(DATA, FACTS))
     assert again.summary(0) == summary == Planner(DATA, FACTS).summary(0)
+    assert again.groups() == made.groups() == Planner(DATA, FACTS).groups()
     plan = again._epochs.plan(0)
     assert not any(getattr(plan, name).flags.owndata for name in plan.__struct_fields__)
 
