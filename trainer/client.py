@@ -122,6 +122,7 @@ class LoaderClient:
         previous, self._previous = self._previous, None
         if previous and not previous.kept:
             previous.release()
+        self._session.return_credits()
         if self._ended:
             raise StopIteration
         self._previous = batch = self._take()

@@ -233,6 +233,21 @@ def test_a_daemon_that_forgot_the_session_gets_a_new_hello(daemon: FakeDaemon, e
         assert got == CHAIN[:6]
 
 
+def test_a_batch_costs_no_message_before_it_is_handed_over(daemon: FakeDaemon, endpoint: str):
+    def credits() -> list[int]:
+        return [message.count for message in daemon.got(wire.Credit)]
+
+    with LoaderClient(endpoint, credits=2) as client:
+        take(client, 1)
+        eventually(lambda: client.poll(0.05) and len(client._session.queue) == 2)
+        assert credits() == [3]
+        assert not daemon.got(wire.Release)
+        take(client, 1)
+        eventually(lambda: client.poll(0.05) and len(client._session.queue) == 2)
+        assert credits() == [3, 1]
+        assert [message.cursor for message in daemon.got(wire.Release)] == CHAIN[:1]
+
+
 def test_a_silent_daemon_is_left(daemon: FakeDaemon, endpoint: str):
     daemon.batches_left = 1
     with LoaderClient(endpoint, credits=1) as client:
