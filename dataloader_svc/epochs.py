@@ -42,13 +42,13 @@ class Epochs:
         return future.result()
 
     def steps(self, epoch: int, per_step: int) -> int:
-        """How many steps of `per_step` rounds the epoch has. A summary that was kept tells without the plan.
+        """How many steps of `per_step` rounds the epoch has. Where it was planned before, that was kept.
 
         Raises:
             ConfigError: see `plan`.
         """
-        told = self._files.summary(epoch) if self._files else None
-        return told.steps if told else len(self.plan(epoch).bounds) // per_step
+        rounds = self._files.rounds(epoch) if self._files else None
+        return (len(self.plan(epoch).bounds) if rounds is None else rounds) // per_step
 
     def ahead(self, epoch: int) -> None:
         """Have the plan made in a thread of its own, if there is none. What is wrong with it, `plan` raises."""
