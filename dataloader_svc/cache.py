@@ -155,6 +155,9 @@ class Cached:
             blocks += self._fetch(together, waiting) if missing else [held[number] or b"" for number in together]
         return b"".join(blocks)[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
+    def expect(self, offset: int, size: int) -> None:
+        """Nothing is fetched ahead."""
+
     def fingerprint(self) -> Fingerprint:
         return self._source.fingerprint()
 

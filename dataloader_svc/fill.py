@@ -22,6 +22,7 @@ from dataloader_svc.decode import Decoder
 from dataloader_svc.index import Index, Row
 from dataloader_svc.lent import LentParts
 from dataloader_svc.rows import DeviceRows, HostRows, Place, Rows
+from dataloader_svc.sources import Waiting, is_remote
 from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Done, Task, Timings, Verdict
 from shared.batch import PIXELS, BatchSpec, Group, audio_tokens, batch_spec, groups
@@ -29,6 +30,8 @@ from shared.errors import DeviceError, SampleError
 from shared.sections import DataSection
 
 CHECKSUM_BITS = 63
+CAPTION_BYTES = 1 << 12
+"""Behind a picture or a clip there is its caption, as a rule."""
 
 Announce = Callable[[int], None]
 NO_CLIP = np.zeros(0, np.int16)
@@ -115,7 +118,7 @@ class Filler:
         checksum = _checksum(payload, spec, without_pixels=lent is not None and not hashed)
         timings = Timings(run.read_s, run.decode_s, time.perf_counter() - started)
         ids = tuple(sample.sample_id for sample in kept.values())
-        substituted = sum(1 for i in ids if i not in task.sample_ids)
+        substituted = len(set(ids).difference(task.sample_ids))
         report = Done(task.id, checksum, counts, ids, substituted, tuple(run.verdicts), timings, run.read_bytes)
         retries, fetched_bytes = self._reader.store.tally.take()
         told = {"retries": retries, "fetched_bytes": fetched_bytes, "on_device": lent is not None}
@@ -165,7 +168,7 @@ class Filler:
             for sample_id in ids:
                 run.announce(sample_id)
         started = time.perf_counter()
-        samples = self._crew.map(partial(self._read, run), ids)
+        samples = self._read(run, ids)
         read = time.perf_counter()
         decoded = self._decode(
             ids, samples, [run.rows.place(first + at) for at in wanted if run.group.bucket], run.group
@@ -174,11 +177,26 @@ class Filler:
         found = dict(zip(wanted, decoded, strict=True))
         return [found.get(at, CONVICTED) for at in range(len(sample_ids))]
 
-    def _read(self, run: "_Run", sample_id: int) -> Encoded:
-        """A sample's bytes; storage that fails is no fault of the sample's, so its ShardError ends the worker."""
-        row, waiting = self._index.row(sample_id), partial(run.announce, sample_id)
-        spans = (row.image, row.audio, row.text)
-        return Encoded(row, *(self._reader.read(row.shard, *span, waiting) if span else b"" for span in spans))
+    def _read(self, run: "_Run", sample_ids: Sequence[int]) -> list[Encoded]:
+        """The samples' bytes; storage that fails is no fault of theirs, so its ShardError ends the worker.
+
+        Local storage is told of all of them and then asked by this thread alone: threads that read what is in memory do
+        little but hand the interpreter lock to each other, several times a picture. A network is asked by all threads.
+        """
+        rows = [self._index.row(sample_id) for sample_id in sample_ids]
+        waitings = [partial(run.announce, sample_id) for sample_id in sample_ids]
+        if any(is_remote(row.shard) for row in rows):
+            return self._crew.map(self._encoded, rows, waitings)
+        for row in rows if len(rows) > 1 else ():
+            for offset, size in filter(None, (row.image, row.audio)):
+                self._reader.expect(row.shard, offset, size + CAPTION_BYTES)
+        return list(map(self._encoded, rows, waitings))
+
+    def _encoded(self, row: Row, waiting: Waiting) -> Encoded:
+        read, shard = self._reader.read, row.shard
+        image = read(shard, *row.image, waiting) if row.image else b""
+        audio = read(shard, *row.audio, waiting) if row.audio else b""
+        return Encoded(row, image, audio, read(shard, *row.text, waiting) if row.text else b"")
 
     def _decode(
         self, ids: Sequence[int], samples: Sequence[Encoded], pixels: Sequence[Place], group: Group

@@ -9,7 +9,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
@@ -34,7 +34,6 @@ from shared.sections import DataSection
 __all__ = ["BuildReport", "Index", "Problem", "Row", "build"]
 
 MAX_OPEN = 256
-FACTS = ("height", "width", "frames", "rate_hz", "channels", "characters", "tokens")
 Span = tuple[int, int]
 Array = npt.NDArray[Any]
 
@@ -181,12 +180,24 @@ class Index:
         shard, number = self._find(sample_id)
         place, file = self.shards[shard], self._file(shard)
         at = file.row(number)
-        image, audio, text = (_span(at, name) for name in ("image", "audio", "text"))
-        facts = {name: at[name] for name in FACTS}
-        facts["clip_samples"] = _clip_samples(at["frames"], at["rate_hz"], self._data)
-        facts["text_tokens"] = min(at["tokens"], self._data.text.max_tokens)
-        reason = REASONS[at["verdict"]]
-        return Row(place.path, place.dataset, file.key(at), image, audio, text, **facts, reason=reason)
+        return Row(
+            place.path,
+            place.dataset,
+            file.key(at),
+            _span(at.image_offset, at.image_size),
+            _span(at.audio_offset, at.audio_size),
+            _span(at.text_offset, at.text_size),
+            at.height,
+            at.width,
+            at.frames,
+            at.rate_hz,
+            at.channels,
+            at.characters,
+            at.tokens,
+            _clip_samples(at.frames, at.rate_hz, self._data),
+            min(at.tokens, self._data.text.max_tokens),
+            REASONS[at.verdict],
+        )
 
     def name(self, sample_id: int) -> str:
         """`dataset/shard's name/key`: what people and logs call a sample."""
@@ -255,9 +266,8 @@ def _columns(file: IndexFile, data: DataSection) -> Columns:
     return Columns(rows["height"].copy(), rows["width"].copy(), clip_I, text_I, rows["verdict"].copy())
 
 
-def _span(at: Mapping[str, int], member: str) -> Span | None:
-    offset = at[f"{member}_offset"]
-    return (offset, at[f"{member}_size"]) if offset else None
+def _span(offset: int, size: int) -> Span | None:
+    return (offset, size) if offset else None
 
 
 def _clip_samples(frames: Any, rate_hz: Any, data: DataSection) -> Any:

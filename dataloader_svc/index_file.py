@@ -9,9 +9,9 @@ import hashlib
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,6 +47,27 @@ ROW = np.dtype(
 )
 
 
+class Fields(NamedTuple):
+    """One row of ROW, in its order."""
+
+    key_offset: int
+    key_size: int
+    image_offset: int
+    image_size: int
+    height: int
+    width: int
+    audio_offset: int
+    audio_size: int
+    frames: int
+    rate_hz: int
+    channels: int
+    text_offset: int
+    text_size: int
+    characters: int
+    tokens: int
+    verdict: int
+
+
 class Note(msgspec.Struct, frozen=True, array_like=True):
     """Something wrong, as stored: the sample's key, or "" for the shard as a whole."""
 
@@ -75,14 +96,13 @@ class IndexFile(msgspec.Struct, frozen=True):
     keys: bytes | memoryview
     packed_problems: bytes | memoryview
 
-    def row(self, number: int) -> dict[str, int]:
-        """A sample's fields by their names in ROW."""
-        return dict(zip(ROW.names or (), self.rows[number].item(), strict=True))
+    def row(self, number: int) -> Fields:
+        """A sample's fields."""
+        return Fields(*self.rows[number].item())
 
-    def key(self, row: Mapping[str, int]) -> str:
+    def key(self, row: Fields) -> str:
         """A sample's key."""
-        at, size = row["key_offset"], row["key_size"]
-        return str(bytes(self.keys[at : at + size]), "utf-8", "surrogateescape")
+        return str(self.keys[row.key_offset : row.key_offset + row.key_size], "utf-8", "surrogateescape")
 
     def problems(self) -> list[Note]:
         """Everything found wrong when the shard was indexed."""

@@ -13,7 +13,7 @@ SOS, APP1, DQT = 0xDA, 0xE1, 0xDB
 FRAMES = (0xC0, 0xC1, 0xC2)
 LAYERS = (1, 3, 4)
 EXIF = b"Exif\0\0"
-# The least length of the segments that are stepped over; Photoshop's (APP13) Pillow reads, and may refuse.
+# The least length of segments after which Pillow goes on, whatever is in them; Photoshop's (APP13) Pillow reads, and may refuse.
 LEAST = {0xC4: 2, 0xDD: 2, 0xFE: 2, APP1: 2, **{0xE0 + n: 2 for n in range(3, 16) if n != 13}}
 LEAST |= {0xE0: 16, 0xE2: 16, 0xEE: 14}
 
@@ -22,9 +22,11 @@ Size = tuple[int, int, int]
 
 def frame(data: bytes) -> Size | None:
     """(width, height, EXIF orientation) as stored, of bytes that begin as a JPEG's do; None: ask Pillow."""
-    at, size, turned = 2, None, None
-    while segment := _segment(data, at):
-        code, end = segment
+    at, end, size, turned = 0, 2, None, None
+    while (at := end) + 4 <= len(data) and data[at] == 0xFF:
+        code, end = data[at + 1], at + 2 + (data[at + 2] << 8 | data[at + 3])
+        if end < at + 4 or end > len(data):
+            return None
         if code == SOS:
             return (*size, turned or 1) if size else None
         if code in FRAMES:
@@ -33,19 +35,9 @@ def frame(data: bytes) -> Size | None:
         elif code == APP1 and data.startswith(EXIF, at + 4):
             if turned is not None or (turned := orientation(data[at + 4 + len(EXIF) : end])) is None:
                 return None
-        elif not _passable(code, data, at, end):
+        elif not (_are_tables(data, at, end) if code == DQT else end - at - 2 >= LEAST.get(code, 1 << 16)):
             return None
-        at = end
     return None
-
-
-def _segment(data: bytes, at: int) -> tuple[int, int] | None:
-    """Marker code and end of the whole segment that begins at `at`, or None."""
-    if at + 4 > len(data) or data[at] != 0xFF:
-        return None
-    _, code, length = struct.unpack_from(">BBH", data, at)
-    end = at + 2 + length
-    return (code, end) if length >= 2 and end <= len(data) else None
 
 
 def _sides(data: bytes, at: int, end: int) -> tuple[int, int] | None:
@@ -57,10 +49,8 @@ def _sides(data: bytes, at: int, end: int) -> tuple[int, int] | None:
     return (width, height) if usual else None
 
 
-def _passable(code: int, data: bytes, at: int, end: int) -> bool:
-    """Whether Pillow would go on after this segment, whatever is in it."""
-    if code != DQT:
-        return end - at - 2 >= LEAST.get(code, 1 << 16)
+def _are_tables(data: bytes, at: int, end: int) -> bool:
+    """Whether quantization tables fill the segment (T.81, B.2.4.1)."""
     table = at + 4
     while table < end:
         table += 129 if data[table] >> 4 else 65

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from nvidia.dali import Pipeline, fn, types
+from nvidia.dali.tensors import TensorCPU
 
 from dataloader_svc.native import last_line
 from dataloader_svc.rows import Place, Region, Size, address_of
@@ -57,7 +58,7 @@ class PipelineDecoder:
         if self._pipeline is None or len(blobs) > self._capacity:
             self._capacity = max(self._capacity, len(blobs))
             self._pipeline = _pipeline(self._capacity, self._num_threads, self._gpu_id)
-        self._pipeline.feed_input("encoded", [np.frombuffer(blob, np.uint8) for blob in blobs])
+        self._pipeline.feed_input("encoded", list(map(TensorCPU, blobs)))
         self._pipeline.feed_input("start", np.ascontiguousarray(regions[:, :2]))
         self._pipeline.feed_input("end", np.ascontiguousarray(regions[:, 2:]))
         self._pipeline.feed_input("size", np.full((len(blobs), 2), (bucket.height, bucket.width), np.float32))

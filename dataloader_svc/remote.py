@@ -59,6 +59,9 @@ class Remote:
     def read(self, offset: int, size: int, waiting: Waiting = nothing) -> bytes:
         return b"".join(self._pieces(offset, min(self.size, offset + size), waiting))
 
+    def expect(self, offset: int, size: int) -> None:
+        """Nothing is fetched ahead."""
+
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(self.size, 0, self._edges, self._tag)
 

@@ -25,7 +25,7 @@ def damage(data: bytes) -> SampleError | None:
     """
     try:
         layout = _layout(data)
-    except (IndexError, struct.error):  # segments that only a lenient parser takes
+    except (IndexError, ZeroDivisionError, struct.error):  # segments that only a lenient parser takes
         return None
     if layout is None:
         return None
@@ -40,17 +40,18 @@ def damage(data: bytes) -> SampleError | None:
 
 def _layout(data: bytes) -> tuple[int, int] | None:
     """Where the only scan's data begin, and how many restart markers are due in it."""
-    at, interval, units, layers = 2, 0, 0, 0
+    at, interval, frame = 2, 0, 0
     while data[at] == 0xFF:
-        code, length = struct.unpack_from(">xBH", data, at)
+        code, end = data[at + 1], at + 2 + (data[at + 2] << 8 | data[at + 3])
         if code == DRI:
-            (interval,) = struct.unpack_from(">H", data, at + 4)
+            interval = data[at + 4] << 8 | data[at + 5]
         elif code in SEQUENTIAL:
-            units, layers = _units(data, at), data[at + 9]
+            frame = at
         elif code == SOS:
-            whole = interval and units and data[at + 4] == layers
-            return (at + 2 + length, -(-units // interval) - 1) if whole else None
-        at += 2 + length
+            if not (interval and frame and data[at + 4] == data[frame + 9] and (units := _units(data, frame))):
+                return None
+            return end, -(-units // interval) - 1
+        at = end
     return None
 
 

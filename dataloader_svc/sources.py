@@ -1,5 +1,6 @@
 """Bytes of one shard by offset: what all sources have in common, and local files. URLs are `remote.py`'s."""
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -33,12 +34,15 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 class Source(Protocol):
     """An open shard, read by any number of threads. `waiting` is called when a read takes long.
 
-    `read` gives less than asked only where the shard ends before, and raises ShardError when it cannot.
+    `read` gives less than asked only where the shard ends before, and raises ShardError when it cannot. `expect` tells
+    that a span will be read soon, and returns at once.
     """
 
     size: int
 
     def read(self, offset: int, size: int, waiting: Waiting = ...) -> bytes: ...
+
+    def expect(self, offset: int, size: int) -> None: ...
 
     def fingerprint(self) -> Fingerprint: ...
 
@@ -101,6 +105,10 @@ class Local:
         except OSError as error:
             raise ShardError(f"shard {self._path} cannot be read at {offset} ({error}); check its storage") from None
         return data
+
+    def expect(self, offset: int, size: int) -> None:
+        with contextlib.suppress(OSError):  # a file system that takes no such hint
+            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(self.size, self._mtime_ns, edges(self))

@@ -117,6 +117,9 @@ class Passing:
             self._start = offset
         return self._held[offset - self._start : stop - self._start]
 
+    def expect(self, offset: int, size: int) -> None:
+        """Whole pieces are fetched as it is."""
+
     def fingerprint(self) -> Fingerprint:
         return self._source.fingerprint()
 
@@ -148,6 +151,14 @@ class Reader:
         if len(data) != size:
             raise ShardError(f"shard {path} ends at {offset + len(data)}, before {offset + size}; index it again")
         return data
+
+    def expect(self, path: str, offset: int, size: int) -> None:
+        """Have a local shard's storage begin to read a span that will be asked for.
+
+        Raises:
+            ShardError: the shard cannot be opened.
+        """
+        self._source(path).expect(offset, size)
 
     def close(self) -> None:
         """Let go of every shard."""

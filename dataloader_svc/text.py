@@ -18,6 +18,7 @@ import tokenizers
 from shared.batch import IGNORE, Group
 from shared.errors import ConfigError, SampleError
 
+Ints = npt.NDArray[np.int32]
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<image>", "<audio>")
 
 
@@ -141,46 +142,63 @@ def assemble(
     Raises:
         ValueError: the parts do not fit the group; the plan never asks for that.
     """
-    ends = np.cumsum([0, *(_length(part, group) for part in parts)])
-    used = int(ends[-1])
-    if len(parts) > group.samples or used > group.tokens or any(p.audio_tokens > group.clip_tokens for p in parts):
+    said = np.array([len(part.caption) + 1 for part in parts], np.int32)
+    heard = np.array([part.audio_tokens for part in parts], np.int32)
+    lengths = 1 + group.image_tokens + heard + said
+    used = int(lengths.sum())
+    if len(parts) > group.samples or used > group.tokens or int(heard.max(initial=0)) > group.clip_tokens:
         raise ValueError(f"{len(parts)} samples of {used} tokens do not fit group {group.name}")
+    words = np.fromiter((i for part in parts for i in (*part.caption, tokenizer.eos)), np.int32)
     _blank(out, used, tokenizer)
-    for slot, part in enumerate(parts):
-        _write(out, slice(int(ends[slot]), int(ends[slot + 1])), slot, part, group, tokenizer)
+    _write(out, words, said, heard, lengths, group, tokenizer)
     bounds = out["cu_seqlens"]
-    bounds[: len(ends)] = ends
-    bounds[len(ends) :] = group.tokens
-    return used, sum(len(part.caption) + 1 for part in parts)
-
-
-def _length(part: Part, group: Group) -> int:
-    return 1 + group.image_tokens + part.audio_tokens + len(part.caption) + 1
+    bounds[0], bounds[len(parts) + 1 :] = 0, group.tokens
+    bounds[1 : len(parts) + 1] = np.cumsum(lengths)
+    return used, len(words)
 
 
 def _blank(out: Mapping[str, npt.NDArray[Any]], used: int, tokenizer: Tokenizer) -> None:
+    """What stands behind the samples, and wherever they have no label or feature."""
     tail = slice(used, None)
     out["tokens_T"][tail] = tokenizer.pad
-    out["labels_T"][tail] = IGNORE
+    out["labels_T"][:] = IGNORE
     out["positions_T"][tail] = np.arange(len(out["positions_T"]) - used)
     out["segments_T"][tail] = 0
-    out["features_T"][tail] = -1
+    out["features_T"][:] = -1
 
 
 def _write(
-    out: Mapping[str, npt.NDArray[Any]], at: slice, slot: int, part: Part, group: Group, tokenizer: Tokenizer
+    out: Mapping[str, npt.NDArray[Any]],
+    words: Ints,
+    said: Ints,
+    heard: Ints,
+    lengths: Ints,
+    group: Group,
+    tokenizer: Tokenizer,
 ) -> None:
-    images, audio = group.image_tokens, part.audio_tokens
-    head = 1 + images + audio
-    first_clip_row = group.images * images + slot * group.clip_tokens
-    tokens, labels, features = (out[name][at] for name in ("tokens_T", "labels_T", "features_T"))
-    tokens[0], tokens[-1] = tokenizer.bos, tokenizer.eos
-    tokens[1 : 1 + images], tokens[1 + images : head] = tokenizer.image, tokenizer.audio
-    tokens[head:-1] = part.caption
-    labels[: head - 1], labels[-1] = IGNORE, IGNORE
-    labels[head - 1 : -1] = tokens[head:]
-    out["positions_T"][at] = np.arange(len(tokens))
-    out["segments_T"][at] = slot + 1
-    features[:] = -1
-    features[1 : 1 + images] = np.arange(slot * images, (slot + 1) * images)
-    features[1 + images : head] = np.arange(first_clip_row, first_clip_row + audio)
+    """All samples at once. Of S samples, int32 [S]: caption tokens with `<eos>`, audio tokens, all tokens. `words` are
+    all captions, each with its `<eos>`.
+    """
+    images, slots = group.image_tokens, np.arange(len(lengths), dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    starts = ends - lengths
+    audio_at, words_at = _runs(starts + 1 + images, heard), _runs(ends - said, said)
+    names = ("tokens_T", "positions_T", "segments_T", "features_T")
+    tokens, positions, segments, features = (out[name] for name in names)
+    tokens[: lengths.sum()] = tokenizer.image
+    tokens[starts], tokens[audio_at], tokens[words_at] = tokenizer.bos, tokenizer.audio, words
+    out["labels_T"][words_at - 1] = words
+    features[audio_at] = _runs(group.images * images + slots * group.clip_tokens, heard)
+    ramp = np.arange(max(group.tokens, group.images * images), dtype=np.int32)
+    for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        positions[start:end] = ramp[: end - start]
+        segments[start:end] = slot + 1
+        features[start + 1 : start + 1 + images] = ramp[slot * images : (slot + 1) * images]
+
+
+def _runs(firsts: Ints, lengths: Ints) -> Ints:
+    """firsts[0], firsts[0] + 1, ... (lengths[0] of them), then those from firsts[1] on, and so on. int32."""
+    ends = np.cumsum(lengths, dtype=np.int32)
+    steps = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
+    found: Ints = steps + np.repeat(firsts - (ends - lengths), lengths)
+    return found
