@@ -25,7 +25,7 @@ from dataloader_svc.headers import ImageFacts
 from dataloader_svc.native import last_line
 from dataloader_svc.rows import DevicePlace, Pixels, Place, Region, Size
 from shared.batch import Bucket, groups
-from shared.cuda import count_gpus
+from shared.cuda import Gpu, count_gpus
 from shared.errors import ConfigError, DataError, SampleError
 from shared.sections import DataSection, LoaderSection
 
@@ -191,9 +191,10 @@ def _by_dali() -> Callable[[bytes], Pixels]:
 
 
 def _on_gpu(loader: LoaderSection, capacity: int) -> "PipelineDecoder":
-    from dataloader_svc.pipeline import PipelineDecoder
+    from dataloader_svc import pipeline
 
-    return PipelineDecoder(loader.gpu_id, loader.threads, capacity)
+    gpu = Gpu(loader.gpu_id) if pipeline.ON_OUR_STREAM else None
+    return pipeline.PipelineDecoder(loader.gpu_id, loader.threads, capacity, gpu)
 
 
 def _placed(outcome: Pixels | SampleError, place: Place) -> Place | SampleError:

@@ -13,7 +13,8 @@ SOS, APP1, DQT = 0xDA, 0xE1, 0xDB
 FRAMES = (0xC0, 0xC1, 0xC2)
 LAYERS = (1, 3, 4)
 EXIF = b"Exif\0\0"
-# The least length of segments after which Pillow goes on, whatever is in them; Photoshop's (APP13) Pillow reads, and may refuse.
+# The least length of segments after which Pillow goes on, whatever is in them; Photoshop's (APP13) it reads, and may
+# refuse.
 LEAST = {0xC4: 2, 0xDD: 2, 0xFE: 2, APP1: 2, **{0xE0 + n: 2 for n in range(3, 16) if n != 13}}
 LEAST |= {0xE0: 16, 0xE2: 16, 0xEE: 14}
 

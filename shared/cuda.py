@@ -81,6 +81,11 @@ class Gpu:
         """Names the device (or its MIG slice) in every process."""
         return device_uuid(self.index)
 
+    @property
+    def stream(self) -> int:
+        """The stream, for libraries that take one."""
+        return self._stream.value or 0
+
     def used_bytes(self) -> int:
         """What all processes together have taken of the device's memory."""
         free, total = _size(), _size()
