@@ -118,7 +118,8 @@ class Filler:
         checksum = _checksum(payload, spec, without_pixels=lent is not None and not hashed)
         timings = Timings(run.read_s, run.decode_s, time.perf_counter() - started)
         ids = tuple(sample.sample_id for sample in kept.values())
-        substituted = len(set(ids).difference(task.sample_ids))
+        planned = set(task.sample_ids)
+        substituted = sum(1 for i in ids if i not in planned)
         report = Done(task.id, checksum, counts, ids, substituted, tuple(run.verdicts), timings, run.read_bytes)
         retries, fetched_bytes = self._reader.store.tally.take()
         told = {"retries": retries, "fetched_bytes": fetched_bytes, "on_device": lent is not None}

@@ -25,9 +25,9 @@ from shared.logs import RateLimited, logger
 # trainer wants, and which third follows from the batch: a picture's bits would depend on what it is decoded beside.
 HARDWARE_SHARE = 1.0
 
-# Whether a run's results are waited for once, on a stream of ours, where threads sleep (`device.wait_asleep`). DALI waits
-# for an event not made for sleeping, which by CUDA's manual spins, and then again for the copy. Off until it is measured
-# on a GPU: tests/bench/loader_gpu/inside.py.
+# Whether a run's results are waited for once, on a stream of ours, where threads sleep (`device.wait_asleep`). DALI
+# waits for an event not made for sleeping, which by CUDA's manual spins, and then again for the copy. Off until it is
+# measured on a GPU: tests/bench/loader_gpu/inside.py.
 ON_OUR_STREAM = False
 
 

@@ -171,12 +171,12 @@ class Reader:
         if is_remote(path):
             return self._remote.get(path) or self._remote.setdefault(path, self._checked(path))
         with self._lock:
-            if path not in self._files:
-                self._files[path] = self.store.open(path)
+            if (source := self._files.get(path)) is None:
+                source = self._files[path] = self.store.open(path)
+                if len(self._files) > self._max_open:
+                    self._files.popitem(last=False)
             self._files.move_to_end(path)
-            if len(self._files) > self._max_open:
-                self._files.popitem(last=False)
-            return self._files[path]
+            return source
 
     def _checked(self, url: str) -> Source:
         source = self.store.open(url)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dataloader_svc import device
+from dataloader_svc import device, pipeline
 from dataloader_svc.decode import Decoder
 from shared.batch import Bucket
 from shared.cuda import count_gpus
@@ -69,6 +69,27 @@ def test_gpu_pixels_are_cpu_pixels_within_tolerance(decoders: tuple[Decoder, Dec
 def test_the_same_batch_twice_is_bit_identical(decoders: tuple[Decoder, Decoder]) -> None:
     first, second = (decoders[0].decode_images(pictures(24), BUCKET) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("on_the_gpu")
+def test_waiting_on_a_stream_of_ours_changes_no_bit(
+    decoders: tuple[Decoder, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into rows that follow each other and into others; a place is whole when the call returns."""
+    monkeypatch.setattr(pipeline, "ON_OUR_STREAM", True)
+    ours, blobs = Decoder(DATA, LoaderSection(device="gpu", threads=2)), pictures(24)
+    warned: list[str] = []
+    monkeypatch.setattr(ours._batches, "_warn", lambda kind, text: warned.append(text))
+    together = np.zeros((24, BUCKET.height, BUCKET.width, 3), np.uint8)
+    apart = np.zeros((48, BUCKET.height, BUCKET.width, 3), np.uint8)
+    for _ in range(3):
+        ours.decode_images(blobs, BUCKET, list(together))
+        ours.decode_images(blobs, BUCKET, list(apart[::2]))
+        expected = decoders[0].decode_images(blobs, BUCKET)
+        assert all(np.array_equal(a, b) for a, b in zip(together, expected, strict=True))  # type: ignore[arg-type]
+        assert np.array_equal(together, apart[::2])
+    assert warned == []
+    ours.close()
 
 
 @pytest.mark.usefixtures("on_the_gpu")

@@ -97,7 +97,9 @@ class Inside:
                 theirs.recv(PACKET_BYTES)
             done["pictures"] += report.counts[1]
 
-        fills = [partial(self._fill, slot, filler) for slot, filler in enumerate(self._fillers[:hands])]
+        fills = [
+            meter.timed(partial(self._fill, slot, filler), "fill") for slot, filler in enumerate(self._fillers[:hands])
+        ]
         with ours, theirs, wrapped(meter):
             before, used, began = threads_s(), time.process_time(), time.perf_counter()
             Hands(fills, receive, tell, lambda: None).serve()

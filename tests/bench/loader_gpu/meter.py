@@ -76,7 +76,7 @@ def figures(hands: int, pictures: int, elapsed: float, used: float, meter: Meter
 
     row = {"hands": str(hands), "images/s": f"{pictures / elapsed:.0f}", "cores": f"{used / elapsed:.2f}"}
     row |= {"processor us": each(used)}
-    row |= {part: "/".join(map(each, meter.seconds[part])) for part in (*PARTS, "report")}
+    row |= {part: "/".join(map(each, meter.seconds[part])) for part in ("fill", *PARTS, "report")}
     return row | {"threads": ", ".join(f"{name} {each(s)}" for name, s in threads.most_common(SHOWN_THREADS))}
 
 

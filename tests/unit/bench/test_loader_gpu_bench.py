@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 
 from tests.bench.loader_gpu import bench, dataset
+from tests.bench.loader_gpu.inside import Inside
+from tests.bench.loader_gpu.meter import PARTS
 from tests.bench.loader_gpu.work import Drain, Drained, Raw, Torch, ordered
 
 
@@ -42,3 +44,14 @@ def test_a_measurement_that_fails_keeps_its_row_with_the_reason(tmp_path: Path) 
         found = ordered(order, Drained)
         assert isinstance(found, str) and "Error" in found
         assert bench.rate_row("640x480", "way", found)["images/s"] == found
+
+
+def test_the_parts_of_a_fill_are_timed_and_left_as_they_were(tmp_path: Path) -> None:
+    tars = dataset.build(tmp_path / "tars", "640x480", distinct=2, samples=16, processes=1)
+    before = [vars(owner)[name] for places in PARTS.values() for owner, name in places]
+    inside = Inside(tmp_path / "scratch", tars, "cpu", hands=2, batch=2, threads=1)
+    row = inside.measure(2, 0.2)
+    inside.close()
+    assert set(PARTS) | {"hands", "images/s", "cores", "processor us", "fill", "report", "threads"} == set(row)
+    assert all(float(row[part].partition("/")[0]) > 0 for part in PARTS)
+    assert [vars(owner)[name] for places in PARTS.values() for owner, name in places] == before

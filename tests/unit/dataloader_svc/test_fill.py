@@ -1,5 +1,6 @@
 """Laws of pictures decoded straight into their rows of the slot."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dataloader_svc.fill import views
+from dataloader_svc.fill import Filler, views
 from dataloader_svc.pool import KEPT_MEMORY, _around
+from dataloader_svc.sources import Waiting, nothing
+from dataloader_svc.store import Reader
 from dataloader_svc.tasks import Task
 from shared.batch import Group, groups
 from tests.support.daemons import make_run_file
@@ -98,3 +101,34 @@ def test_workers_keep_freed_memory_unless_the_environment_says_otherwise(monkeyp
     assert _around({})[name] == usual
     monkeypatch.setenv(name, "4096")
     assert _around({})[name] == "4096"
+
+
+class Told(Reader):
+    """A reader that keeps what it was told to expect and asked for, and by which thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: list[tuple[int, int]] = []
+        self.read_first: list[bool] = []
+        self.threads: set[int] = set()
+
+    def expect(self, path: str, offset: int, size: int) -> None:
+        self.expected.append((offset, offset + size))
+        super().expect(path, offset, size)
+
+    def read(self, path: str, offset: int, size: int, waiting: Waiting = nothing) -> bytes:
+        self.read_first.append(not any(start <= offset and offset + size <= end for start, end in self.expected))
+        self.threads.add(threading.get_ident())
+        return super().read(path, offset, size, waiting)
+
+
+def test_local_storage_is_told_of_all_pictures_and_asked_by_the_filling_thread(shop: Shop) -> None:
+    """Also with several threads: what is read from memory, they would only hand the interpreter lock around for."""
+    reader = Told()
+    filler = Filler(shop.config.data, shop.index, reader, shop.decoder, threads=4)
+    payload = np.full(shop.specs[group_of(shop).id].size_bytes, POISON, np.uint8)
+    filler.fill(Task(1, 0, group_of(shop).id, (0, 1, 2, 4), ()), payload, print)
+    filler.close()
+    assert len(reader.expected) == 4
+    assert reader.read_first == [False] * 8
+    assert reader.threads == {threading.get_ident()}

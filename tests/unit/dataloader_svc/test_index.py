@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dataloader_svc.index import Index, build
-from dataloader_svc.index_file import index_path, read
+from dataloader_svc.index_file import ROW, Fields, index_path, read
 from dataloader_svc.samples import REASONS
 from dataloader_svc.shards import expand
 from shared.errors import ShardError
@@ -309,3 +309,7 @@ def test_no_file_stays_open_after_a_build(tmp_path: Path) -> None:
     build(expand(data.datasets, "fail"), data, None, 2)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_rows_fields_are_those_of_the_file() -> None:
+    assert Fields._fields == ROW.names

@@ -113,3 +113,12 @@ def test_nonsense_is_no_verdict_of_the_scans() -> None:
         scan.damage(whole[:length])
     for junk in (b"\xff\xd8", b"\xff\xd8\xff", b"\xff\xd8\xff\xda\0\2", b"\xff\xd8\xff\xc0\0\x03\x08"):
         assert scan.damage(junk) is None
+
+
+def test_a_frame_without_sampling_factors_is_no_verdict_of_the_scans() -> None:
+    """Pillow takes such a header; its units cannot be counted."""
+    blob = bytearray(jpeg(restart_marker_rows=1))
+    frame = blob.index(b"\xff\xc0")
+    for layer in range(3):
+        blob[frame + 11 + 3 * layer] = 0
+    assert scan.damage(bytes(blob)) is None
