@@ -7,6 +7,7 @@ here, so nothing here ever cuts a placeholder. The arrays are those that `shared
 import codecs
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -63,7 +64,10 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, in less time than one by one."""
-        return [[i for i in ids if i not in self._specials] for ids in self._codec.encode(texts)]
+        return list(map(self._plain, self._codec.encode(texts)))
+
+    def _plain(self, ids: list[int]) -> list[int]:
+        return ids if self._specials.isdisjoint(ids) else [i for i in ids if i not in self._specials]
 
     def count(self, text: str) -> int:
         """How many tokens `encode` gives."""
@@ -148,7 +152,7 @@ def assemble(
     used = int(lengths.sum())
     if len(parts) > group.samples or used > group.tokens or int(heard.max(initial=0)) > group.clip_tokens:
         raise ValueError(f"{len(parts)} samples of {used} tokens do not fit group {group.name}")
-    words = np.fromiter((i for part in parts for i in (*part.caption, tokenizer.eos)), np.int32)
+    words = np.fromiter(chain.from_iterable((*part.caption, tokenizer.eos) for part in parts), np.int32)
     _blank(out, used, tokenizer)
     _write(out, words, said, heard, lengths, group, tokenizer)
     bounds = out["cu_seqlens"]
