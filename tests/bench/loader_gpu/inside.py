@@ -52,12 +52,12 @@ class Inside:
     """One worker of up to `hands` hands over the tars in `folder`; `way` to wait as the module tells."""
 
     def __init__(self, scratch: Path, folder: Path, way: str, hands: int, batch: int, threads: int) -> None:
-        gpu = way != "cpu"
-        loader = {"device": "gpu" if gpu else "cpu", "threads": threads, "index_dir": str(scratch / "index")}
+        gpu, indexes = way != "cpu", folder.parent / "index"
+        loader = {"device": "gpu" if gpu else "cpu", "threads": threads, "index_dir": str(indexes)}
         config = load(run_file(scratch, folder, batch, loader))
         shards = expand(config.data.datasets, "fail")
-        build(shards, config.data, scratch / "index", len(os.sched_getaffinity(0)))
-        index = Index.open(shards, config.data, scratch / "index")
+        build(shards, config.data, indexes, len(os.sched_getaffinity(0)))
+        index = Index.open(shards, config.data, indexes)
         planner = Planner(config.data, index)
         packs = [planner.pack(Cursor(0, step, 0), 0, 1) for step in range(planner.steps(0))]
         size = max(batch_spec(group).size_bytes for group in groups(config.data))
@@ -130,7 +130,7 @@ def main(
     hands: Annotated[int, typer.Option(help="up to so many")] = 4,
     batch: Annotated[int, typer.Option(help="pictures a micro-batch")] = 64,
     threads: Annotated[int, typer.Option(help="loader.threads")] = 2,
-    seconds: Annotated[float, typer.Option(help="how long each figure is measured")] = 1.5,
+    seconds: Annotated[float, typer.Option(help="how long each figure is measured")] = 1.2,
     quick: Annotated[bool, typer.Option("--quick", help="seconds: only shows that all works")] = False,
     way: Annotated[str, typer.Option(help="this way alone, in this process", hidden=True)] = "",
 ) -> None:

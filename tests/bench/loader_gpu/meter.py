@@ -36,23 +36,30 @@ class Meter:
     def timed(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
         """`call`, timed every time."""
 
-        def timed(*given: Any, **named: Any) -> Any:
-            with self.timing(part):
-                return call(*given, **named)
+        def timed(*given: Any) -> Any:
+            began = time.perf_counter(), time.thread_time()
+            try:
+                return call(*given)
+            finally:
+                self.add(part, *began)
 
         return timed
 
     @contextlib.contextmanager
     def timing(self, part: str) -> Iterator[None]:
         """Time the block."""
-        wall, own = time.perf_counter(), time.thread_time()
+        began = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
-            wall, own = time.perf_counter() - wall, time.thread_time() - own
-            with self._lock:
-                self.seconds[part][0] += wall
-                self.seconds[part][1] += own
+            self.add(part, *began)
+
+    def add(self, part: str, wall: float, own: float) -> None:
+        """Count the time since then."""
+        wall, own = time.perf_counter() - wall, time.thread_time() - own
+        with self._lock:
+            self.seconds[part][0] += wall
+            self.seconds[part][1] += own
 
 
 @contextlib.contextmanager
