@@ -36,10 +36,10 @@ class Meter:
     def timed(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
         """`call`, timed every time."""
 
-        def timed(*given: Any) -> Any:
+        def timed(*given: Any, **named: Any) -> Any:
             began = time.perf_counter(), time.thread_time()
             try:
-                return call(*given)
+                return call(*given, **named)
             finally:
                 self.add(part, *began)
 
