@@ -29,7 +29,7 @@ from dataloader_svc.shards import expand
 from dataloader_svc.store import Store
 from shared import keys as key_files
 from shared.config import index_dir, load
-from shared.errors import ConfigError, DataError, MillstreamError, TooManyBadSamples
+from shared.errors import ConfigError, DataError, MillstreamError, TooManyBadSamples, writing
 from shared.telemetry import setup_logging
 
 EXIT_CODES = """Exit codes: 0 done, 1 verify found lost or repeated samples, 2 configuration refused, 3 data or shards
@@ -90,7 +90,8 @@ def index(
         show = partial(_show, progress, bar)
         report = build(shards, run.data, folder, jobs or run.loader.threads, show, store)
     found = Index.open(shards, run.data, folder, store)
-    tables.show_index(Console(), found, report, plan_of(run, found, run.job, run.data).summary(0))
+    tables.show_index(Console(), found, report)
+    tables.show_plan(Console(), plan_of(run, found, run.job, run.data).summary(0))
 
 
 @app.command("top")
@@ -101,7 +102,7 @@ def show_top(
 ) -> None:
     """Watch a running daemon: stage latencies, slots, readers, rates, buckets and bad samples.
 
-    Example: millstream-loader top --url http://127.0.0.1:9464/metrics
+    Example: millstream-loader top --url http://127.0.0.1:9100/metrics
     """
     top.watch(Console(), url, once, every_s)
 
@@ -116,7 +117,8 @@ def keys(
 
     Example: millstream-loader keys ~/.millstream/keys
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with writing("keys", folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (key_files.DAEMON, key_files.READER):
         key_files.write_pair(folder, name, *make_keys())
     Console().print(f"made daemon and reader keys in {folder}; keep the .secret files secret", soft_wrap=True)
@@ -125,12 +127,14 @@ def keys(
 @app.command("verify", epilog=EXIT_CODES)
 def verify_logs(
     config: Config,
-    consumed: Annotated[list[Path], typer.Option("--consumed", help="A trainer's consumed.jsonl. May be repeated.")],
+    consumed: Annotated[
+        list[Path], typer.Option("--consumed", help="A run's folder, or consumed-*.jsonl of it. Repeatable.")
+    ],
     overrides: Overrides = None,
 ) -> None:
-    """Prove from trainers' logs that every planned sample was consumed exactly once.
+    """Prove from trainers' logs that every planned sample was consumed exactly once. It takes those of all data ranks.
 
-    Example: millstream-loader verify --config run.yaml --consumed run/consumed-0.jsonl --consumed run/consumed-1.jsonl
+    Example: millstream-loader verify --config run.yaml --consumed runs/demo
     """
     _log_to_stderr("WARNING")
     run = load(config, overrides or ())

@@ -18,7 +18,6 @@ import torch
 
 from shared.batch import Cursor
 from shared.config import endpoints, run_dir
-from shared.errors import ConfigError
 from shared.sections import RunConfig
 from shared.skips import is_skipped
 from shared.telemetry import MetricsPage, logger
@@ -33,10 +32,11 @@ from trainer.feed import Feed, Taken, check_same
 from trainer.flops import FlopCounter, mfu, peak_tflops
 from trainer.launch import Ranks
 from trainer.log import Lines, StepLine, consumed_lines, cut_unopened, step_lines
-from trainer.manifest import complete, layout_of, signature_of
+from trainer.manifest import layout_of, signature_of
 from trainer.nonfinite import Skips, StepResult
 from trainer.optim import lr_at
 from trainer.preprocess import Preprocessor
+from trainer.run_folder import run_folder
 from trainer.trackers import Tracker, open_tracker
 from trainer.waits import Waits
 
@@ -100,11 +100,10 @@ def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
     Raises:
         MillstreamError: something expected went wrong; its kind and text say what.
     """
-    check_run_dir(config, ranks, resume)
     port = config.train.metrics_port and config.train.metrics_port + ranks.rank
     stop = Stop()
     page = MetricsPage(port, lambda: True, config.train.metrics_host, "train.metrics_port")
-    with stop_on_signals(stop), page, ExitStack() as stack:
+    with stop_on_signals(stop), page, run_folder(config, ranks, resume), ExitStack() as stack:
         engine = build_engine(config, ranks)
         checkpoints = build_checkpoints(config, ranks)
         start = load_start(checkpoints, engine, ranks, resume)
@@ -112,16 +111,6 @@ def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
         lines = run_steps(config, ranks, parts, start, stop)
     if ranks.is_main:
         show_summary(lines, ranks.device)
-
-
-def check_run_dir(config: RunConfig, ranks: Ranks, resume: bool) -> None:
-    """Make the run folder; refuse to overwrite another run's checkpoints."""
-    folder = run_dir(config)
-    used = not resume and ranks.is_main and any(complete(folder / "checkpoints"))
-    if ranks.any(used):
-        rule = "already holds checkpoints of a run"
-        raise ConfigError("train.run_dir", folder, rule, "continue it with --resume, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def build_checkpoints(config: RunConfig, ranks: Ranks) -> Checkpoints:

@@ -74,3 +74,13 @@ def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
     done = run("train", "--config", str(config))
     assert done.returncode == 2, done.stderr
     assert "already holds checkpoints of a run; continue it with --resume" in done.stderr
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    config = run_file(tmp_path, "part-{0..0}.tar")
+    done = run("train", "--config", str(config), f"--set=train.run_dir={config}/run")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"millstream-trainer: train.run_dir ({config}/run) cannot be written (Not a directory); "
+        "make room and rights for it there, or name another place\n"
+    )
