@@ -12,7 +12,8 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Degree = Annotated[int, Meta(ge=1, le=2**16)]
 """A number of processes, threads, layers, slots: what loops go over."""
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""Any number that a generator takes."""
 Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 

@@ -108,7 +108,7 @@ class DataSection(Section, frozen=True):
     """
 
     datasets: tuple[DatasetSection, ...]
-    seed: Seed = 0
+    seed: int = 0
     skip_steps: tuple[tuple[Count, Count], ...] = ()
     missing_shards: Literal["fail", "skip"] = "fail"
     image: ImageSection = ImageSection()
@@ -129,7 +129,7 @@ class JobSection(Section, frozen=True):
     """Another job that the daemon serves: the same data under its own seed, with slots of its own."""
 
     name: str
-    seed: Seed = 0
+    seed: int = 0
 
 
 class LoaderSection(Section, frozen=True):
