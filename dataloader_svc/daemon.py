@@ -156,7 +156,10 @@ def describe(planner: Planner) -> None:
     metrics.PADDING.labels("bucketed").set(summary.padding_bucketed)
     metrics.UNUSED_SLOTS.labels("image").set(summary.unused_images)
     metrics.UNUSED_SLOTS.labels("audio").set(summary.unused_clips)
+    metrics.DROPPED.set(summary.dropped_samples)
     shares = 100 * summary.padding_bucketed, 100 * summary.padding_naive
+    if summary.dropped_samples:
+        log.warning("epoch 0 leaves out %d good samples, as data.batch.leftovers asks", summary.dropped_samples)
     log.info("epoch 0: %d steps; padding %.1f %% (%.1f %% if padded to the largest)", summary.steps, *shares)
 
 

@@ -41,6 +41,8 @@ def show_plan(console: Console, plan: PlanSummary) -> None:
         f"Padding: {bucketed} of all tokens in buckets; {naive} if batches were padded to their largest sample. "
         f"Slots left empty: {plan.unused_images:.1%} of images, {plan.unused_clips:.1%} of clips."
     )
+    if plan.dropped_samples:
+        console.print(f"Left out as data.batch.leftovers asks: {plan.dropped_samples} good samples.")
     mean, worst = plan.imbalance, plan.worst_imbalance
     console.print(
         f"Most loaded data rank over the mean of a step: {mean.balanced:.3f} (worst step {worst.balanced:.3f}); "
