@@ -268,9 +268,10 @@ class TrainSection(Section, frozen=True):
 
     Rank r's metrics page is on `metrics_host`, port `metrics_port` + r; there is none for port 0.
     `attention` names a backend of `trainer.models.attention`; `auto` takes the fastest that is right on this machine.
-    `compile` compiles the decoder's blocks with torch.compile; `auto` does so on CUDA. `peak_tflops` is
-    one device's dense bf16 peak, which MFU is a share of; 0 looks it up by the device's name. `trackers` get every
-    step's numbers beside metrics.jsonl, in the run folder; Weights & Biases offline unless WANDB_MODE says otherwise.
+    `compile` has torch.compile make the loss's kernels and, except under ZeRO-3, the blocks'; `auto` does so on CUDA.
+    `peak_tflops` is one device's dense bf16 peak, which MFU is a share of; 0 looks it up by the device's name.
+    `trackers` get every step's numbers beside metrics.jsonl, in the run folder; Weights & Biases offline unless
+    WANDB_MODE says otherwise.
     `freeze`: parts that are not trained and take no room in the optimizer. `offload_optimizer`: the optimizer's state
     and step are the CPU's. `deterministic`: the same bits in every run of one layout on one kind of machine.
     A step whose loss or gradient norm is not finite changes nothing; `skip_limit` of them in a row end the run.

@@ -42,8 +42,8 @@ class RankNumbers(msgspec.Struct, frozen=True):
 class Numbers(msgspec.Struct, frozen=True):
     """What was measured. Rates are of real tokens and samples; `mfu` (0 to 1) and its peak are null where unknown.
 
-    `first_loss` and `last_loss` are means over the first and the last 5 of the measured steps; `losses` and
-    `grad_norms` are those of all steps, the warm-up's too. `batches_digest` is the same for the same global batches,
+    `first_loss` and `last_loss` are means over the first and the last 5 of the measured steps; `losses`, `grad_norms`
+    and `steps_ms` are those of all steps, the warm-up's too. `batches_digest` is the same for the same global batches,
     whichever rank read which part of them.
     """
 
@@ -59,6 +59,7 @@ class Numbers(msgspec.Struct, frozen=True):
     last_loss: float
     losses: tuple[float | None, ...]
     grad_norms: tuple[float | None, ...]
+    steps_ms: tuple[float, ...]
     batches_digest: str
     ranks: tuple[RankNumbers, ...]
 
@@ -132,6 +133,7 @@ def summarise(
         last_loss=mean_loss(measured[-MEAN_OVER:]),
         losses=tuple(line.loss for line in lines),
         grad_norms=tuple(line.grad_norm for line in lines),
+        steps_ms=tuple(round(1e3 * line.step_s, 1) for line in lines),
         batches_digest=hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest(),
         ranks=every,
     )

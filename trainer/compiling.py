@@ -1,9 +1,10 @@
-"""torch.compile over the decoder's blocks, in place: names of parameters and what is saved stay.
+"""torch.compile over transformer blocks, in place: names of parameters and what is saved stay.
 
-A pack has one static length, so the blocks, which share their code, are compiled once. The encoders run eagerly:
-pictures and clips come in a set of shapes for every group, and each would have to be compiled. So do blocks with
-experts, whose rows are as many as the router says, other ones in every pack. Of the encoders only CLIP's activation is
-compiled, for any shape: as three kernels it would keep two copies of the widest tensor. The loss is too (see `loss`).
+A pack has one static length, so the decoder's blocks, which share their code, are compiled once. The encoders' blocks
+are compiled for any shape: pictures and clips come in a set of shapes for every group. Blocks with experts run eagerly:
+their rows are as many as the router says, other ones in every pack. So does everything under ZeRO-3, whose hooks, at
+every layer, would be traced anew for each. The loss is compiled too (see `loss`), and on large weights the adding up of
+gradients (see `accumulating`).
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from shared.sections import TrainSection
 from trainer.models.decoder import DecoderBlock
-from trainer.models.encoder import EncoderBlock, quick_gelu
+from trainer.models.encoder import EncoderBlock
 
 
 def compiles(train: TrainSection, device: torch.device) -> bool:
@@ -19,12 +20,11 @@ def compiles(train: TrainSection, device: torch.device) -> bool:
     return device.type == "cuda" if train.compile == "auto" else train.compile
 
 
-def compile_blocks(model: nn.Module) -> int:
-    """Compile every decoder block with one network, at its first call; how many there are."""
-    blocks = [part for part in model.modules() if isinstance(part, DecoderBlock)]
+def compile_blocks(model: nn.Module, train: TrainSection, device: torch.device) -> int:
+    """Have encoder blocks and decoder blocks with one network compiled at their first call; how many there are."""
+    if train.zero_stage == 3 or not compiles(train, device):
+        return 0
+    blocks = [part for part in model.modules() if isinstance(part, DecoderBlock | EncoderBlock)]
     for block in blocks:
-        block.compile(dynamic=False)
-    for part in model.modules():
-        if isinstance(part, EncoderBlock) and part.activate is quick_gelu:
-            part.activate = torch.compile(quick_gelu, dynamic=True)
+        block.compile(dynamic=isinstance(block, EncoderBlock))
     return len(blocks)

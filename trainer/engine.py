@@ -195,7 +195,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
         tie = _tie(config, ranks, model)
         if isinstance(model, Pipeline):
             model.add_anchors()
-        compiled = compile_blocks(model) if compiles(config.train, ranks.device) else 0
+        compiled = compile_blocks(model, config.train, ranks.device)
         optimizer = build_optimizer(model, config.train.optim)
         watch = GradientWatch(p for p in model.parameters() if p.requires_grad and not _counts(ranks, p))
         clipping = None if config.train.zero_stage else _clipping(config, ranks, model).attach(optimizer)
@@ -204,7 +204,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
         with experts.shown(model, optimizer) if experts else contextlib.nullcontext():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
         if isinstance(engine.optimizer, BF16_Optimizer):
-            accumulate_in_one_pass(engine.optimizer)
+            accumulate_in_one_pass(engine.optimizer, compiles(config.train, ranks.device))
         if experts and not clipping:
             experts.own_norm(engine.optimizer)
         if tie:
@@ -294,8 +294,7 @@ def _bounds(
 
         def prepare(layer: nn.Module) -> None:
             _apply_tables(config, layer, groups, experts)
-            if compiles(config.train, ranks.device):
-                compile_blocks(layer)
+            compile_blocks(layer, config.train, ranks.device)
 
         layers, vocabulary = build.layers(config, backend), groups.tensor if groups else WHOLE
         costs = layer_times_ns(config, ranks, layers, prepare, vocabulary)

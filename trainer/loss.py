@@ -87,14 +87,16 @@ class _CrossEntropy(torch.autograd.Function):
             part = slice(start, start + CHUNK)
             wanted = None if gradient_TV is None else gradient_TV[part]
             total += _chunk(logits_TV[part], labels_T[part].long(), vocabulary, wanted, compiled)
-        ctx.gradient_TV = gradient_TV
+        ctx.gradient_TV, ctx.compiled = gradient_TV, compiled
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None, None, None]:
         gradient_TV, ctx.gradient_TV = ctx.gradient_TV, None
-        return gradient_TV.mul_(outer), None, None, None, None
+        scale: Callable[..., None] = _compiled(_scale) if ctx.compiled else _scale
+        scale(gradient_TV, outer)
+        return gradient_TV, None, None, None, None
 
 
 def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, gradient: Tensor | None, compiled: bool) -> Tensor:
@@ -126,6 +128,10 @@ def _gradient(logits: Tensor, largest: Tensor, sums: Tensor, at: Tensor, labelle
     return ((probs - hot.float()) * labelled[:, None]).to(logits.dtype)
 
 
+def _scale(gradient: Tensor, outer: Tensor) -> None:
+    gradient.mul_(outer)
+
+
 @cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)

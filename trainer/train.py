@@ -175,9 +175,12 @@ def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
 def build_feed(config: RunConfig, ranks: Ranks, client: LoaderClient) -> Feed:
     """Batches of the client as the engine pulls them."""
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    batches = Preprocessor(config.data, config.model, ranks.device, dtype).prefetch(client)
+    preprocess = Preprocessor(config.data, config.model, ranks.device, dtype)
+    preprocess.warm_up()
     counter = FlopCounter(config.data, config.model)
-    return Feed(batches, config.data.batch.micro_batches, ranks.coords.data, ranks.mesh.data, counter)
+    return Feed(
+        preprocess.prefetch(client), config.data.batch.micro_batches, ranks.coords.data, ranks.mesh.data, counter
+    )
 
 
 def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop: Stop) -> list[StepLine]:

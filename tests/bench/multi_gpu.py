@@ -10,6 +10,7 @@ resumed must be the unbroken one.
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ LAYOUTS = {
     "one": Layout("one GPU", 1),
     "tp2": Layout("tensor 2", 2, ("mesh.tensor=2",)),
     "tp2s": Layout("tensor 2, sequence parallel", 2, ("mesh.tensor=2", "mesh.sequence_parallel=true")),
+    "tp2e": Layout("tensor 2, encoders data-parallel", 2, ("mesh.tensor=2", "mesh.encoder_data_parallel=true")),
     "pp2": Layout("pipe 2", 2, PP2),
     "dp2": Layout("data 2, ZeRO-1", 2, ("mesh.data=2",)),
     "dp2z3": Layout("data 2, ZeRO-3", 2, ("mesh.data=2", "train.zero_stage=3")),
@@ -224,17 +226,18 @@ def read(path: Path) -> Result:
 
 
 def speed_row(result: Result, results: dict[str, Result]) -> dict[str, str]:
-    """A line of the first table. Efficiency is tokens/s per GPU over those of one GPU."""
+    """A line of the first table. Efficiency is of GPU time: one GPU's for the same step over that of all, median."""
     numbers, layout = result.numbers, LAYOUTS[result.key]
     assert numbers
     base = results.get(layout.alone)
-    alone = base.numbers.tokens_per_s if base and base.numbers else math.nan
+    pairs = zip(base.numbers.steps_ms, numbers.steps_ms, strict=True) if base and base.numbers else ()
+    shares = [alone / (numbers.devices * ours) for alone, ours in pairs][-numbers.steps :]
     return {
         "layout": layout.name,
         "step ms p50 / p95": f"{numbers.step_p50_ms:,.0f} / {numbers.step_p95_ms:,.0f}",
         "tokens/s": f"{numbers.tokens_per_s:,.0f}",
         "MFU": "" if numbers.mfu is None else f"{numbers.mfu:.1%}",
-        "efficiency": f"{numbers.tokens_per_s / numbers.devices / alone:.1%}",
+        "efficiency": f"{statistics.median(shares):.1%}" if shares else "",
         "peak GiB by rank": each([rank.peak_gib for rank in numbers.ranks], 1),
         "wait ms p50 by rank": each([rank.wait_p50_ms for rank in numbers.ranks], 3),
         "wait ms p99 by rank": each([rank.wait_p99_ms for rank in numbers.ranks], 3),

@@ -34,8 +34,10 @@ class Variant(msgspec.Struct, frozen=True):
     long: bool = False
 
 
+WIDE = "{vocab: 128256, dim: 3072, depth: 28, heads: 24, kv_heads: 8, mlp: 8192, rope_theta: 500000.0, tied: true}"
 VARIANTS = {
     "base": Variant("as the run file says"),
+    "wide": Variant("decoder of Llama-3.2-3B's dimensions", (f"model.decoder={WIDE}",)),
     "eager": Variant("blocks not compiled", ("train.compile=false",)),
     "sdpa": Variant("attention by torch (cuDNN first)", ("train.attention=sdpa",)),
     "loss": Variant("global batches of one pack", SMALL_BATCH, long=True),
