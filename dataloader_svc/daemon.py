@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
+
 from dataloader_svc import metrics, mps
 from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
@@ -138,7 +140,8 @@ def load_data(config: RunConfig, shards: tuple[Shard, ...], store: Store) -> tup
         "%d shards (%d indexed anew): %d samples, %d problems", len(shards), report.built, report.samples, problems
     )
     quarantine = Quarantine(config.loader.quarantine, index.name)
-    quarantine.record_index((p.reason, f"{p.shard} {p.key} {p.detail}") for p in index.problems())
+    found = ((p.reason, f"{p.shard} {p.key} {p.detail}") for p in index.problems())
+    quarantine.record_index(found, int(np.count_nonzero(index.verdict)), len(index))
     planner = plan_of(config, index, config.job, data)
     planner.steps(0)
     for (first, end), (start, stop) in zip(merged(data.skip_steps), planner.skips.spans(), strict=True):
