@@ -70,8 +70,12 @@ def write_pair(folder: Path, name: str, public: bytes, secret: bytes) -> None:
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
             except FileExistsError:
                 raise ConfigError("keys", path, "exists", "remove it first, or give another folder") from None
-            with os.fdopen(fd, "wb") as file:
-                file.write(key + b"\n")
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(key + b"\n")
+            except OSError:
+                path.unlink()
+                raise
 
 
 def _read(path: Path, secret: bool = False) -> bytes:

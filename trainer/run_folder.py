@@ -54,20 +54,19 @@ def held(folder: Path, resume: bool) -> Iterator[None]:
     """
     with writing(NAME, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
+        file = (folder / "lock").open("ab+", buffering=0)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = file.read().decode(errors="replace").strip() or "another process"
             raise ConfigError(NAME, folder, f"is written to by {holder}", "stop it, or name another folder") from None
         except OSError as error:
             _log.warning("%s keeps no locks (%s): no other run may write to it", folder, error.strerror)
         with writing(NAME, folder):
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         if not resume and any(complete(folder / "checkpoints")):
             rule = "already holds checkpoints of a run"
             raise ConfigError(NAME, folder, rule, "continue it with --resume, or name another folder")

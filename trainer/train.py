@@ -44,10 +44,11 @@ _log = logger("train")
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Where a run begins: steps already done, and the first batch to read."""
+    """Where a run begins: steps already done, the first batch to read, and the shards that it is a place in."""
 
     step: int = 0
     cursor: Cursor = Cursor()
+    content: str = ""
 
 
 class Parts(msgspec.Struct):
@@ -125,7 +126,7 @@ def load_start(checkpoints: Checkpoints, engine: Engine, ranks: Ranks, resume: b
     if resume and ranks.is_main:
         found = f"step {manifest.step}, {manifest.cursor}" if manifest else "no complete checkpoint: starting anew"
         _log.info("resume from %s: %s", checkpoints.folder, found)
-    return Start(manifest.step, manifest.cursor) if manifest else Start()
+    return Start(manifest.step, manifest.cursor, manifest.content) if manifest else Start()
 
 
 def build_parts(
@@ -165,6 +166,7 @@ def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
         reader=here.index(ranks.rank),
         readers=len(here),
         cursor=start.cursor,
+        content=start.content,
         wait_s=config.train.wait_s,
         lane=lane,
         device=ranks.device,
@@ -315,7 +317,7 @@ def save(parts: Parts, step: int, cursor: Cursor) -> None:
         for lines in (parts.steps, parts.consumed):
             if lines:
                 lines.sync()
-        parts.checkpoints.save(parts.engine, step, cursor)
+        parts.checkpoints.save(parts.engine, step, cursor, parts.client.content if parts.client else "")
 
 
 @contextmanager

@@ -292,6 +292,27 @@ def test_a_refused_digest_shows_the_daemons_text(daemon: FakeDaemon, endpoint: s
         next(client)
 
 
+def test_shards_that_changed_between_two_sessions_are_refused(daemon: FakeDaemon, endpoint: str):
+    daemon.content = "one"
+    with LoaderClient(endpoint) as client:
+        client.connect()
+        assert client.content == "one"
+    daemon.content = "two"
+    words = r"other shards \(content two\) than those read so far \(one\)"
+    with LoaderClient(endpoint, content="one") as client, pytest.raises(ProtocolError, match=words):
+        client.connect()
+
+
+@pytest.mark.parametrize(("before", "now"), [("", "one"), ("one", "one"), ("one", "")])
+def test_shards_that_nobody_told_of_or_that_are_the_same_are_read(
+    daemon: FakeDaemon, endpoint: str, before: str, now: str
+):
+    daemon.content = now
+    with LoaderClient(endpoint, content=before) as client:
+        client.connect()
+        assert client.content == (before or now)
+
+
 def test_another_digest_in_welcome_is_refused_here(daemon: FakeDaemon, endpoint: str, data: DataSection):
     other = msgspec.structs.replace(data, seed=1)
     with (
