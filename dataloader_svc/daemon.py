@@ -33,7 +33,7 @@ from dataloader_svc.tasks import Begin, Setup
 from shared import slots
 from shared.batch import batch_spec, groups
 from shared.config import index_dir, served
-from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples
+from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples, writing
 from shared.sections import RunConfig
 from shared.skips import merged
 from shared.telemetry import MetricsPage, RateLimited, logger
@@ -191,8 +191,9 @@ class _Flag:
         metrics.READY.set(1)
         if path:
             scratch = path.with_name(f"{path.name}.{os.getpid()}")
-            scratch.write_text(text + "\n")
-            scratch.replace(path)
+            with writing("--ready-file", path):
+                scratch.write_text(text + "\n")
+                scratch.replace(path)
         try:
             yield
         finally:

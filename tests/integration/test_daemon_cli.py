@@ -54,6 +54,15 @@ def test_index_shows_what_is_wrong_where_no_sample_is_good(tmp_path: Path) -> No
     assert "good samples, 0" in shown.stderr
 
 
+def test_a_ready_file_that_cannot_be_written_is_refused_by_name_and_leaves_nothing(tmp_path: Path) -> None:
+    path, config = make_run(tmp_path, 8, 1)
+    shown = run("serve", "--config", str(path), "--ready-file", str(path / "ready"))
+    assert shown.returncode == 2
+    assert f"--ready-file ({path}/ready) cannot be written (Not a directory)" in shown.stderr
+    assert list((tmp_path / "shm").iterdir()) == []
+    assert not Path(config.loader.endpoint.removeprefix("ipc://")).exists()
+
+
 def test_keys_that_cannot_be_written_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shown = run("keys", str(tmp_path / "file" / "keys"))
