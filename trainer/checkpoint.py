@@ -78,7 +78,7 @@ class Checkpoints:
         self, folder: Path, ranks: Ranks, layout: str, signature: Signature, keep: int, how: CheckpointSection
     ) -> None:
         self.folder, self._ranks, self._layout, self._signature = folder, ranks, layout, signature
-        self._keep, self._how = max(1, keep), how
+        self._keep, self._how = keep, how
         self._room = Room(ranks.device)
         self._pending: Pending | None = None
 
