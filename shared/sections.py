@@ -166,7 +166,7 @@ class LoaderSection(Section, frozen=True):
     gpu_id: Count = 0
     mps: Literal["auto", "start", "off"] = "auto"
     jpeg: Literal["reduced", "full"] = "reduced"
-    slots_per_stream: Annotated[int, Meta(ge=2, le=2**16)] = 4
+    slots_per_stream: Annotated[int, Meta(ge=2, le=2**31 - 1)] = 4
     max_streams: Degree = 2
     shm_dir: str = "/dev/shm"
     index_dir: str = ""
