@@ -94,6 +94,11 @@ def assign(facts: Facts, data: DataSection) -> npt.NDArray[np.int16]:
     return found
 
 
+def present(group_of: Array) -> tuple[int, ...]:
+    """Groups, ascending, that good samples are of; `group_of` [I] is what `assign` gives. No pack is of another."""
+    return tuple(np.flatnonzero(np.bincount(group_of[group_of >= 0])).tolist())
+
+
 def _groups_of(
     height: Array, width: Array, clip_samples: Array, verdict: Array, choices: Sequence[Bucket], classes: Array
 ) -> Array:

@@ -19,7 +19,7 @@ import xxhash
 
 from dataloader_svc.sources import Fingerprint, Source, Waiting, nothing
 from shared.errors import ConfigError
-from shared.telemetry import logger
+from shared.logs import logger
 
 BLOCK_BYTES = 1 << 20
 SUM_BYTES = 8

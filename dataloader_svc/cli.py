@@ -2,40 +2,23 @@
 
 import sys
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
-from dataloader_svc import tables, top, verify
 from dataloader_svc.daemon import serve as serve_run
-from dataloader_svc.index import Index
-from dataloader_svc.indexing import build
-from dataloader_svc.jobs import plan_of
-from dataloader_svc.plan import Planner
 from dataloader_svc.server import make_keys
-from dataloader_svc.shards import expand
-from dataloader_svc.store import Store
 from shared import keys as key_files
-from shared.config import index_dir, load
+from shared.config import load
 from shared.errors import ConfigError, DataError, MillstreamError, TooManyBadSamples, writing
-from shared.telemetry import setup_logging
+from shared.logs import setup_logging
 
 EXIT_CODES = """Exit codes: 0 done, 1 verify found lost or repeated samples, 2 configuration refused, 3 data or shards
 unusable, 4 too many bad samples, 5 anything unexpected."""
 
 UNEXPECTED = 5
+METRICS_URL = "http://127.0.0.1:9100/metrics"
 
 app = typer.Typer(
     help="Serves training batches from WebDataset shards to the trainers of one node.",
@@ -81,22 +64,14 @@ def index(
     Example: millstream-loader index --config run.yaml --jobs 8
     """
     _log_to_stderr("WARNING")
-    run = load(config, overrides or ())
-    store, folder = Store.of(run.loader), index_dir(run)
-    shards = expand(run.data.datasets, run.data.missing_shards, store)
-    columns = (TextColumn("indexing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("indexing", total=None)
-        show = partial(_show, progress, bar)
-        report = build(shards, run.data, folder, jobs or run.loader.threads, show, store)
-    found = Index.open(shards, run.data, folder, store)
-    tables.show_index(Console(), found, report)
-    tables.show_plan(Console(), plan_of(run, found, run.job, run.data).summary(0))
+    from dataloader_svc import screens
+
+    screens.index_shards(load(config, overrides or ()), jobs)
 
 
 @app.command("top")
 def show_top(
-    url: Annotated[str, typer.Option(help="The daemon's metrics page.")] = top.URL,
+    url: Annotated[str, typer.Option(help="The daemon's metrics page.")] = METRICS_URL,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
     every_s: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between frames.")] = 1.0,
 ) -> None:
@@ -104,7 +79,9 @@ def show_top(
 
     Example: millstream-loader top --url http://127.0.0.1:9100/metrics
     """
-    top.watch(Console(), url, once, every_s)
+    from dataloader_svc import screens
+
+    screens.watch(url, once, every_s)
 
 
 @app.command()
@@ -121,7 +98,7 @@ def keys(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (key_files.DAEMON, key_files.READER):
         key_files.write_pair(folder, name, *make_keys())
-    Console().print(f"made daemon and reader keys in {folder}; keep the .secret files secret", soft_wrap=True)
+    typer.echo(f"made daemon and reader keys in {folder}; keep the .secret files secret")
 
 
 @app.command("verify", epilog=EXIT_CODES)
@@ -137,13 +114,9 @@ def verify_logs(
     Example: millstream-loader verify --config run.yaml --consumed runs/demo
     """
     _log_to_stderr("WARNING")
-    run = load(config, overrides or ())
-    store = Store.of(run.loader)
-    shards = expand(run.data.datasets, run.data.missing_shards, store)
-    planner = Planner(run.data, Index.open(shards, run.data, index_dir(run), store))
-    report = verify.check(planner, run.data, verify.read_logs(consumed))
-    tables.show_verdict(Console(), report)
-    if not report.clean:
+    from dataloader_svc import screens
+
+    if not screens.verify_logs(load(config, overrides or ()), consumed):
         raise typer.Exit(1)
 
 
@@ -163,10 +136,6 @@ def exit_code(error: MillstreamError) -> int:
     """The process's exit code for an error; see EXIT_CODES."""
     codes = ((TooManyBadSamples, 4), (ConfigError, 2), (DataError, 3))
     return next((code for kind, code in codes if isinstance(error, kind)), UNEXPECTED)
-
-
-def _show(progress: Progress, bar: TaskID, done: int, of: int) -> None:
-    progress.update(bar, completed=done, total=of)
 
 
 def _log_to_stderr(level: str) -> None:

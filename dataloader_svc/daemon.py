@@ -31,12 +31,13 @@ from dataloader_svc.shards import Shard, expand
 from dataloader_svc.store import Store
 from dataloader_svc.tasks import Begin, Setup
 from shared import slots
-from shared.batch import batch_spec, groups
+from shared.batch import batch_spec
 from shared.config import index_dir, served
 from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples, writing
+from shared.logs import RateLimited, logger
 from shared.sections import RunConfig
 from shared.skips import merged
-from shared.telemetry import MetricsPage, RateLimited, logger
+from shared.telemetry import MetricsPage
 from shared.wire import MAX_TO_DAEMON_BYTES, Failure, decode_to_daemon
 
 TICK_S = 0.2
@@ -108,7 +109,7 @@ def serve(config: RunConfig, ready_file: Path | None = None) -> None:
         describing = threading.Thread(target=describe, args=(planner,), name="describe")
         describing.start()
         stack.callback(describing.join)
-        pool = _make_slots(config)
+        pool = _make_slots(config, planner)
         stack.callback(pool.close)
         segment = pool.segment
         begin = Begin(segment.path, segment.slots, segment.slot_bytes)
@@ -166,12 +167,15 @@ def describe(planner: Planner) -> None:
     log.info("epoch 0: %d steps; padding %.1f %% (%.1f %% if padded to the largest)", summary.steps, *shares)
 
 
-def _make_slots(config: RunConfig) -> slots.SlotPool:
-    """Slots for the largest group, after dead daemons' were swept: `slots_per_stream` x `max_streams` for each job."""
+def _make_slots(config: RunConfig, planner: Planner) -> slots.SlotPool:
+    """Slots, after dead daemons' were swept: `slots_per_stream` x `max_streams` for each job.
+
+    They hold the largest group that the data have, which all jobs share; groups without samples make no batch.
+    """
     loader = config.loader
     for path in slots.sweep(loader.shm_dir, config.job):
         log.warning("swept %s, left behind by a daemon that is gone", path)
-    largest = max(batch_spec(group).size_bytes for group in groups(config.data))
+    largest = max(batch_spec(group).size_bytes for group in planner.groups())
     count = loader.max_streams * loader.slots_per_stream * (1 + len(loader.jobs))
     return slots.SlotPool.create(loader.shm_dir, config.job, count, largest)
 

@@ -1,18 +1,19 @@
-"""Encoded bytes in, arrays of one static shape out: with `pipeline.py` the only door to DALI.
+"""Encoded bytes in, arrays of one static shape out.
 
 Images become `[height, width, 3]` uint8 RGB of a bucket: EXIF applied, the largest centred region of the bucket's
 aspect ratio resized to it, each written straight into its place. Audio becomes int16 `[samples]` at the common rate
 (`clips.py`). A bad sample is a returned SampleError and costs only itself.
 
 On a CPU every image is decoded alone in a thread: a batched decode dies with its worst member, and some headers crash
-it. A JPEG goes to libjpeg-turbo, reduced where it is much larger than its bucket (`jpeg.py`), all else to DALI's
-dynamic mode. On a GPU a micro-batch is one run of a pipeline; when that fails, its samples are decoded on the CPU.
+it. A JPEG goes to libjpeg-turbo, reduced where it is much larger than its bucket (`jpeg.py`), all else to DALI
+(`dali.py`). On a GPU a micro-batch is one run of a pipeline (`pipeline.py`); when that fails, its samples are decoded
+on the CPU. Both doors to DALI are opened when first needed, for that takes longer than all else at a start.
 """
 
-import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
@@ -21,18 +22,15 @@ from numpy.typing import NDArray
 from dataloader_svc import clips, headers, jpeg, native, scan
 from dataloader_svc.crew import Crew
 from dataloader_svc.headers import ImageFacts
-from dataloader_svc.pipeline import PipelineDecoder, Region, Size, last_line
-from dataloader_svc.rows import DevicePlace, Pixels, Place
+from dataloader_svc.native import last_line
+from dataloader_svc.rows import DevicePlace, Pixels, Place, Region, Size
 from shared.batch import Bucket, groups
 from shared.cuda import count_gpus
-from shared.errors import ConfigError, SampleError
+from shared.errors import ConfigError, DataError, SampleError
 from shared.sections import DataSection, LoaderSection
 
-_torch = sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-from nvidia.dali.experimental import dynamic  # noqa: E402  DALI would import torch for a type: 2 s a worker
-
-if _torch is None:
-    del sys.modules["torch"]
+if TYPE_CHECKING:
+    from dataloader_svc.pipeline import PipelineDecoder
 
 # OpenCV's bilinear filter takes a seventh of its area filter's time. Until here it is as near to an antialiased resize.
 BY_AREA_FROM = 1.5
@@ -52,7 +50,7 @@ class Decoder:
         self._data, self._loader, self._said = data, loader, said
         self._crew = Crew(loader.threads, "decode")
         most = max(1, *(group.images for group in groups(data)))
-        self._batches = PipelineDecoder(loader.gpu_id, loader.threads, most) if loader.device == "gpu" else None
+        self._batches = _on_gpu(loader, most) if loader.device == "gpu" else None
         cv2.setNumThreads(1)
 
     def decode_images(
@@ -168,15 +166,34 @@ def decode_smaller(blob: bytes, facts: ImageFacts, bucket: Bucket, place: Pixels
 
 
 def decode_one(blob: bytes, facts: ImageFacts, bucket: Bucket, place: Pixels | None = None) -> Pixels | SampleError:
-    """Decode one image on the CPU, to `place` or a new array; `facts` are what its header promises."""
+    """Decode one image on the CPU, to `place` or a new array; `facts` are what its header promises.
+
+    Raises:
+        DataError: DALI cannot be loaded.
+    """
+    decode = _by_dali()
     try:
-        tensor = dynamic.decoders.image(dynamic.as_tensor(np.frombuffer(blob, np.uint8)), device="cpu")
-        pixels: Pixels = np.asarray(tensor.evaluate())
+        pixels = decode(blob)
     except Exception as error:  # DALI raises RuntimeError, MemoryError and others for bad bytes
         return SampleError("image_decode", last_line(error))
     if pixels.shape != (*facts.size, 3):
         return _mismatch(pixels.shape, facts.size)
     return fit(pixels, bucket, place=place)
+
+
+@cache
+def _by_dali() -> Callable[[bytes], Pixels]:
+    try:
+        from dataloader_svc import dali
+    except ImportError as error:
+        raise DataError(f"nvidia.dali cannot be loaded ({error}); install millstream anew") from None
+    return dali.decode
+
+
+def _on_gpu(loader: LoaderSection, capacity: int) -> "PipelineDecoder":
+    from dataloader_svc.pipeline import PipelineDecoder
+
+    return PipelineDecoder(loader.gpu_id, loader.threads, capacity)
 
 
 def _placed(outcome: Pixels | SampleError, place: Place) -> Place | SampleError:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from shared.cuda import call
 from shared.errors import DeviceError
-from shared.telemetry import logger
+from shared.logs import logger
 
 SLEEP_WHEN_WAITING = 0x04
 PORTABLE = 0x01

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from dataloader_svc import mixture
-from dataloader_svc.bucket import Array, Facts, assign
+from dataloader_svc.bucket import Array, Facts, assign, present
 from dataloader_svc.epoch import EpochPlan, build_epoch, per_dataset
 from dataloader_svc.plan_file import PlanFiles
 from dataloader_svc.summary import PlanSummary, summarize
@@ -42,13 +42,13 @@ class Epochs:
         return future.result()
 
     def steps(self, epoch: int, per_step: int) -> int:
-        """How many steps of `per_step` rounds the epoch has. A summary that was kept tells without the plan.
+        """How many steps of `per_step` rounds the epoch has. Where it was planned before, that was kept.
 
         Raises:
             ConfigError: see `plan`.
         """
-        told = self._files.summary(epoch) if self._files else None
-        return told.steps if told else len(self.plan(epoch).bounds) // per_step
+        rounds = self._files.rounds(epoch) if self._files else None
+        return (len(self.plan(epoch).bounds) if rounds is None else rounds) // per_step
 
     def ahead(self, epoch: int) -> None:
         """Have the plan made in a thread of its own, if there is none. What is wrong with it, `plan` raises."""
@@ -68,6 +68,11 @@ class Epochs:
     def times(self, epoch: int) -> Array:
         """How often each sample stands in the epoch. int64 [I]."""
         return np.bincount(self.plan(epoch).chosen(), minlength=len(self._group_of))
+
+    def groups(self) -> tuple[int, ...]:
+        """Groups that packs of any epoch may be of, ascending. A summary that was kept tells without the columns."""
+        told = self._files.summary(0) if self._files else None
+        return told.groups if told else present(self._group_of)
 
     @cached_property
     def _group_of(self) -> Array:

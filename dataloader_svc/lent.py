@@ -11,7 +11,7 @@ from dataloader_svc.tasks import Target
 from shared.batch import FieldSpec
 from shared.cuda import Gpu
 from shared.errors import DeviceError
-from shared.telemetry import logger
+from shared.logs import logger
 
 _log = logger("worker")
 

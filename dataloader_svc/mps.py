@@ -19,8 +19,8 @@ from typing import NoReturn, TextIO
 from dataloader_svc import metrics
 from shared import mps
 from shared.errors import ConfigError
+from shared.logs import logger
 from shared.sections import LoaderSection
-from shared.telemetry import logger
 
 COMMAND = "nvidia-cuda-mps-control"
 ASK_S, START_S, QUIT_S = 5.0, 10.0, 10

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 
-from shared.telemetry import RateLimited, logger
+from shared.logs import RateLimited, logger
 
 STDERR_FD = 2
 MAX_BYTES = 1 << 16
@@ -65,3 +65,10 @@ def silence(log_fd: int) -> Said:
 def nothing() -> str:
     """Of a process whose descriptor 2 is its own."""
     return ""
+
+
+def last_line(error: Exception) -> str:
+    """The line of a decoder's many that tells what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "rror" in line or "ailure" in line] or lines or [type(error).__name__]
+    return told[0][:200]

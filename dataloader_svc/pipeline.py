@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from nvidia.dali import Pipeline, fn, types
 
-from dataloader_svc.rows import Place, address_of
+from dataloader_svc.native import last_line
+from dataloader_svc.rows import Place, Region, Size, address_of
 from shared.batch import Bucket
-from shared.telemetry import RateLimited, logger
-
-Region = tuple[int, int, int, int]
-Size = tuple[int, int]
+from shared.logs import RateLimited, logger
 
 # Of JPEGs, to the hardware decoder. By default DALI gives a third to the processors and the GPU's kernels, which the
 # trainer wants, and which third follows from the batch: a picture's bits would depend on what it is decoded beside.
@@ -96,10 +94,3 @@ def _pipeline(capacity: int, threads: int, gpu_id: int | None) -> Any:
         pipeline.set_outputs(resized, images.shape())
     pipeline.build()
     return pipeline
-
-
-def last_line(error: Exception) -> str:
-    """The line of a decoder's many that tells what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "rror" in line or "ailure" in line] or lines or [type(error).__name__]
-    return told[0][:200]

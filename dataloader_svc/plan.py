@@ -20,7 +20,7 @@ from dataloader_svc.hashing import mix64
 from dataloader_svc.plan_file import PlanFiles
 from dataloader_svc.skipping import Skips
 from dataloader_svc.summary import PlanSummary
-from shared.batch import Cursor, groups
+from shared.batch import Cursor, Group, groups
 from shared.errors import ProtocolError
 from shared.sections import DataSection
 
@@ -139,6 +139,10 @@ class Planner:
     def summary(self, epoch: int) -> PlanSummary:
         """One epoch in numbers: for tables and the simulator."""
         return self._epochs.summary(epoch)
+
+    def groups(self) -> tuple[Group, ...]:
+        """Groups that packs of any epoch may be of."""
+        return tuple(self._groups[number] for number in self._epochs.groups())
 
     def times(self, epoch: int) -> Array:
         """How often each sample stands in the epoch. int64 [I]."""

@@ -2,13 +2,16 @@
 
 Layout, little-endian: magic (8 bytes) | header size (u64) | header (msgpack) | the arrays of `EpochPlan`, each at a
 multiple of 64. A file appears whole or not at all. It is trusted when its key (what the plan is a function of) is ours
-and its bytes have the checksum that the header tells; else it is made anew, so none is ever needed.
+and its bytes have the checksum that the header tells; else it is made anew, so none is ever needed. Beside the newest
+plans lies how many rounds each epoch has that was ever planned: to count steps over epochs no plan is made twice.
 """
 
 import hashlib
 import mmap
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -18,13 +21,15 @@ from dataloader_svc.bucket import Array
 from dataloader_svc.epoch import ORDER, EpochPlan
 from dataloader_svc.index_file import replace_whole
 from dataloader_svc.summary import PlanSummary
+from shared.logs import logger
 from shared.sections import DataSection
-from shared.telemetry import logger
 
 MAGIC = b"MILLPLAN"
 ALIGN = 64
 KEPT = 2
 PLAN, SUMMARY = ".plan", ".summary"
+
+T = TypeVar("T")
 
 log = logger("plan")
 
@@ -59,11 +64,19 @@ class Told(msgspec.Struct, frozen=True):
     summary: PlanSummary
 
 
+class Counted(msgspec.Struct, frozen=True):
+    """Epochs' rounds, and whose."""
+
+    key: str
+    rounds: dict[int, int]
+
+
 class PlanFiles:
     """The newest plans of one job in `folder`. What cannot be read or written is told in the log, and done without."""
 
     def __init__(self, folder: Path, job: str, key: str) -> None:
         self._folder, self._job, self._key = folder, job, key
+        self._counting = threading.Lock()
 
     def plan(self, epoch: int) -> EpochPlan | None:
         """The plan that was kept; its arrays are views of the file. None where there is none that can be trusted."""
@@ -91,22 +104,30 @@ class PlanFiles:
         for array in arrays:
             pieces += [array.data, bytes(-array.nbytes % ALIGN)]
         self._write(self._path(epoch, PLAN), pieces)
+        with self._counting:
+            counted = Counted(self._key, self._rounds() | {epoch: len(plan.bounds)})
+            self._write(self._count_path, [msgspec.json.encode(counted)])
+
+    def rounds(self, epoch: int) -> int | None:
+        """How many rounds the epoch has, or None where it was never planned."""
+        return self._rounds().get(epoch)
 
     def summary(self, epoch: int) -> PlanSummary | None:
         """The summary that was kept, or None."""
-        path = self._path(epoch, SUMMARY)
-        try:
-            told = msgspec.json.decode(path.read_bytes(), type=Told)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.MsgspecError) as error:
-            log.warning("%s is not used: %s", path, error)
-            return None
-        return told.summary if told.key == self._key else None
+        told = _read(self._path(epoch, SUMMARY), Told)
+        return told.summary if told and told.key == self._key else None
 
     def keep_summary(self, summary: PlanSummary) -> None:
         """Write a summary."""
         self._write(self._path(summary.epoch, SUMMARY), [msgspec.json.encode(Told(self._key, summary))])
+
+    def _rounds(self) -> dict[int, int]:
+        counted = _read(self._count_path, Counted)
+        return counted.rounds if counted and counted.key == self._key else {}
+
+    @property
+    def _count_path(self) -> Path:
+        return self._folder / f"{self._job}.rounds"
 
     def _path(self, epoch: int, suffix: str) -> Path:
         return self._folder / f"{self._job}.{epoch}{suffix}"
@@ -137,6 +158,17 @@ class PlanFiles:
                 past.unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s cannot be kept (%s); every start makes it anew", path, error.strerror)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """A JSON file's content; None where it is not there, or (as is told) is of no use."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("%s is not used: %s", path, error)
+        return None
 
 
 def key_of(data: DataSection, index_digest: str) -> str:

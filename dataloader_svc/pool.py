@@ -8,6 +8,7 @@ sample at a time; the sample under decode at the next death is convicted and ski
 import contextlib
 import itertools
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -35,13 +36,14 @@ from dataloader_svc.tasks import (
     hands,
 )
 from shared.errors import ConfigError, DataError, MillstreamError
-from shared.telemetry import logger
+from shared.logs import logger
 
 WAITING = 1
 DEATHS_BEFORE_CARE = 2
 MAX_FRUITLESS_STARTS = 8
 STOP_S = 2.0
 KILL_S = 10.0
+LISTEN_S = 0.05
 NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 
 # glibc gives large blocks back to the kernel at once, and a worker faults them in again, zeroed, for the next picture:
@@ -109,9 +111,9 @@ class WorkerPool:
         while not (stop() or (self._workers and all(worker.ready for worker in self._workers))):
             if time.monotonic() > deadline:
                 raise DataError(f"decode workers did not warm up within loader.worker_s, {self._bound_s:g} s")
+            self._listen()
             self.collect()
             self.tick()
-            time.sleep(0.02)
 
     def channels(self) -> list[int]:
         """File descriptors that turn readable when a worker reports or dies."""
@@ -169,6 +171,13 @@ class WorkerPool:
                 _kill(worker.process)
             os.close(worker.stderr_fd)
         self._workers.clear()
+
+    def _listen(self) -> None:
+        """Wait until a worker reports or dies, LISTEN_S at most."""
+        poller = select.poll()
+        for channel in self.channels():
+            poller.register(channel, select.POLLIN)
+        poller.poll(1000 * LISTEN_S)
 
     def _spawn_missing(self) -> None:
         while len(self._workers) < self._setup.loader.workers:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataloader_svc import metrics
 from dataloader_svc.tasks import Verdict
 from shared.errors import TooManyBadSamples
+from shared.logs import RateLimited, logger
 from shared.sections import QuarantineSection
-from shared.telemetry import RateLimited, logger
 
 
 class Quarantine:

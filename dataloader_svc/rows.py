@@ -14,6 +14,10 @@ from shared.batch import FieldSpec
 from shared.cuda import Gpu
 
 Pixels = NDArray[np.uint8]
+Region = tuple[int, int, int, int]
+"""Top, left, bottom, right."""
+Size = tuple[int, int]
+"""Height, width."""
 
 
 class DevicePlace:

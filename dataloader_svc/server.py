@@ -21,8 +21,8 @@ from dataloader_svc.quota import Pending
 from shared.addresses import is_loopback
 from shared.errors import ConfigError
 from shared.keys import DaemonKeys, daemon_keys
+from shared.logs import RateLimited, logger
 from shared.sections import LoaderSection
-from shared.telemetry import RateLimited, logger
 from shared.wire import MAX_MESSAGE_BYTES, Message, encode
 
 MAX_QUEUED = 1024

@@ -15,17 +15,17 @@ from dataloader_svc import metrics
 from dataloader_svc.jobs import Job
 from dataloader_svc.lending import Lending
 from dataloader_svc.patience import Patience
-from dataloader_svc.plan import Pack, Planner
+from dataloader_svc.plan import Pack
 from dataloader_svc.pool import WorkerPool
 from dataloader_svc.quarantine import Quarantine
 from dataloader_svc.quota import Pending, Quota
 from dataloader_svc.sessions import Session, StreamKey, job_of, refusal
 from dataloader_svc.stream import Entry, Reader, Stream
 from dataloader_svc.tasks import Done, Task
-from shared.batch import batch_spec, groups
+from shared.batch import Cursor, batch_spec, groups
+from shared.logs import logger
 from shared.sections import RunConfig
 from shared.slots import SlotPool, State
-from shared.telemetry import logger
 from shared.wire import (
     PROTOCOL,
     Batch,
@@ -47,10 +47,10 @@ log = logger("service")
 
 
 class Filling:
-    """A task under way: whose it is, and the plan it carries out."""
+    """A task under way: whose it is, the plan it carries out, and the places that its batch names."""
 
-    def __init__(self, stream: Stream, planner: Planner, data_ranks: int, pack: Pack, slot: int) -> None:
-        self.stream, self.planner, self.data_ranks, self.pack, self.slot = stream, planner, data_ranks, pack, slot
+    def __init__(self, stream: Stream, slot: int, pack: Pack, after: Cursor, skipped_from: Cursor | None) -> None:
+        self.stream, self.slot, self.pack, self.after, self.skipped_from = stream, slot, pack, after, skipped_from
 
 
 class Outlet(Protocol):
@@ -295,7 +295,8 @@ class Service:
         pack = planner.pack(cursor, *place)
         metrics.IMBALANCE.labels("packed").set(pack.imbalance.packed)
         metrics.IMBALANCE.labels("balanced").set(pack.imbalance.balanced)
-        self._submit(Filling(stream, planner, key[2], pack, slot))
+        places = planner.after(cursor, key[2]), planner.skips.before(cursor)
+        self._submit(Filling(stream, slot, pack, *places))
         return True
 
     def _submit(self, filling: Filling) -> None:
@@ -309,7 +310,7 @@ class Service:
         pack = filling.pack
         return Batch(
             cursor=pack.cursor,
-            after=filling.planner.after(pack.cursor, filling.data_ranks),
+            after=filling.after,
             batch_id=pack.batch_id,
             group=pack.group,
             slot=filling.slot,
@@ -319,7 +320,7 @@ class Service:
             step_labels=pack.step_labels,
             sample_ids=done.sample_ids,
             substituted=done.substituted,
-            skipped_from=filling.planner.skips.before(pack.cursor),
+            skipped_from=filling.skipped_from,
             imbalance=pack.imbalance.balanced,
             device_part=self._lending.part(filling.slot) if done.on_device else -1,
         )

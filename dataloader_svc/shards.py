@@ -20,8 +20,8 @@ import msgspec
 from dataloader_svc.sources import Source, is_remote
 from dataloader_svc.store import Store
 from shared.errors import ConfigError, ShardError
+from shared.logs import logger
 from shared.sections import DatasetSection
-from shared.telemetry import logger
 
 INDEX_SUFFIX = ".millstream-idx"
 ASK_THREADS = 16

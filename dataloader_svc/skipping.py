@@ -16,7 +16,7 @@ MOST_EPOCHS = 1000
 class Skips:
     """`ranges` are steps [first, end) over all epochs; `steps(epoch)` tells how many an epoch has.
 
-    Epochs before a range are counted once, when first asked: a plan is built for each.
+    Epochs before a range are counted once, when first asked: a plan is built for each whose count was not kept.
     """
 
     def __init__(self, ranges: Ranges, steps: Callable[[int], int]) -> None:

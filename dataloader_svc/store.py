@@ -14,12 +14,10 @@ from dataloader_svc.sources import (
     PIECE_BYTES,
     Fingerprint,
     Local,
-    Remote,
     Source,
     Tally,
     Waiting,
     is_remote,
-    listing,
     nothing,
 )
 from shared.errors import ConfigError, ShardError
@@ -53,6 +51,8 @@ class Store:
         """
         if not is_remote(path):
             return Local(path)
+        from dataloader_svc.remote import Remote
+
         source = Remote.open(path, self.read_s, self.tally)
         if not self.cache:
             return source
@@ -85,6 +85,8 @@ class Store:
         Raises:
             ShardError: the storage cannot be listed.
         """
+        from dataloader_svc.remote import listing
+
         return listing(pattern, self.read_s)
 
     def text(self, path: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from dataloader_svc import mixture
 from dataloader_svc.balance import Imbalance, ratios
 from dataloader_svc.block import Block, build_block
-from dataloader_svc.bucket import Array, Facts, padding_share, unused_slots
+from dataloader_svc.bucket import Array, Facts, padding_share, present, unused_slots
 from dataloader_svc.epoch import SAMPLES, EpochPlan, per_dataset
 from dataloader_svc.hashing import shuffled
 from shared.batch import groups
@@ -31,6 +31,7 @@ class PlanSummary(msgspec.Struct, frozen=True):
     """One epoch in numbers. Padding shares are as `bucket.padding_share` and `unused_slots` define them.
 
     `imbalance` is the mean over steps, and `worst_imbalance` the largest, for as many data ranks as `round` allows.
+    `groups` are those that packs of any epoch may be of.
     """
 
     epoch: int
@@ -47,6 +48,7 @@ class PlanSummary(msgspec.Struct, frozen=True):
     worst_imbalance: Imbalance
     samples_per_group: dict[str, int]
     shares: tuple[DatasetShare, ...]
+    groups: tuple[int, ...]
 
 
 def summarize(data: DataSection, facts: Facts, group_of: Array, plan: EpochPlan, epoch: int) -> PlanSummary:
@@ -63,7 +65,8 @@ def summarize(data: DataSection, facts: Facts, group_of: Array, plan: EpochPlan,
     names = {table[group].name: count for group, count in enumerate(counts) if count}
     numbers = (len(plan.bounds) // per_step, sizes.size, int((sizes == 0).sum()), len(ids), len(plan.ids) - len(ids))
     padding = (share.naive, share.bucketed, *unused)
-    return PlanSummary(epoch, *numbers, *padding, *imbalances, names, _shares(data, facts, group_of, np.sort(ids)))
+    shares = _shares(data, facts, group_of, np.sort(ids))
+    return PlanSummary(epoch, *numbers, *padding, *imbalances, names, shares, present(group_of))
 
 
 def shuffled_chosen(plan: EpochPlan, seed: int, epoch: int) -> Array:

@@ -15,7 +15,6 @@ from dataloader_svc.metrics import Sample, parse
 from dataloader_svc.tables import bar
 from shared.errors import MillstreamError
 
-URL = "http://127.0.0.1:9100/metrics"
 WAIT_S = 2.0
 QUANTILES = (0.5, 0.95, 0.99)
 STAGES = ("queue", "read", "decode", "assemble", "handover")

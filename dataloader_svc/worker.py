@@ -46,8 +46,8 @@ from dataloader_svc.tasks import (
 from shared.batch import Bucket
 from shared.cuda import Gpu, device_uuid
 from shared.errors import ConfigError, DataError, DeviceError, MillstreamError, SampleError
+from shared.logs import logger, setup_logging
 from shared.slots import Segment
-from shared.telemetry import logger, setup_logging
 
 PR_SET_PDEATHSIG = 1
 WARM_SIDE = 64

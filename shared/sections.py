@@ -145,10 +145,10 @@ class LoaderSection(Section, frozen=True):
     the loopback is refused without it unless `allow_plain_tcp` is set.
     `slots_per_stream` and `max_streams` count for each job apart: the run file's own and those of `jobs`.
     With `index_dir` the indexes lie there, not beside the shards, and so do each job's last two epochs' plans, 16 bytes
-    a sample, which a daemon that starts again maps instead of making them. Readers of a stream that starve because all
-    slots are kept for one that is not here go on without it after `absent_s`; one that starves because others hold all
-    slots with later batches is told so after `held_up_s`. The metrics page is bound to `metrics_host` ("::" is every
-    address, of IPv4 too).
+    a sample, which a daemon that starts again maps instead of making them, and how long every epoch was. Readers of a
+    stream that starve because all slots are kept for one that is not here go on without it after `absent_s`; one that
+    starves because others hold all slots with later batches is told so after `held_up_s`. The metrics page is bound to
+    `metrics_host` ("::" is every address, of IPv4 too).
     `mps` is how a GPU that decodes is shared with a trainer: through CUDA's Multi-Process Service where a control
     daemon answers (`auto`), also by one started for it (`start`), or by time slices whatever there is (`off`).
     """

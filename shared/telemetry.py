@@ -1,14 +1,11 @@
-"""Logging, metrics and the HTTP page that shows them: /metrics, /livez, /readyz.
+"""Metrics and the HTTP page that shows them: /metrics, /livez, /readyz.
 
 Metrics are prometheus_client objects over one registry a process; each half declares its own in its `metrics.py`.
 """
 
 import json
-import logging
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -21,39 +18,6 @@ from shared.errors import ConfigError
 
 REGISTRY = CollectorRegistry()
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
-
-def setup_logging(name: str, level: str = "INFO") -> None:
-    """Log lines to standard error: time, program, level, message."""
-    form = logging.Formatter(f"%(asctime)s {name} %(levelname)s %(message)s", "%H:%M:%S")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(form)
-    root = logging.getLogger("millstream")
-    root.handlers[:] = [handler]
-    root.setLevel(level)
-    root.propagate = False
-
-
-def logger(part: str) -> logging.Logger:
-    """The logger of one part of the program."""
-    return logging.getLogger(f"millstream.{part}")
-
-
-class RateLimited:
-    """Passes the first `burst` messages of each kind, then one every `every_s`, which says how many were held back."""
-
-    def __init__(self, log: Callable[[str], None], burst: int = 5, every_s: float = 30.0) -> None:
-        self._log, self._burst, self._every_s = log, burst, every_s
-        self._seen: dict[str, tuple[int, float, int]] = {}
-
-    def __call__(self, kind: str, text: str) -> None:
-        count, last, held = self._seen.get(kind, (0, 0.0, 0))
-        now = time.monotonic()
-        if count < self._burst or now - last >= self._every_s:
-            self._log(text + (f" ({held} more of kind {kind} since the last line)" if held else ""))
-            self._seen[kind] = (count + 1, now, 0)
-        else:
-            self._seen[kind] = (count + 1, last, held + 1)
 
 
 class _Quiet(WSGIRequestHandler):

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from shared import wire
 from shared.batch import PIXELS, BatchSpec, Cursor
 from shared.errors import SlotError
+from shared.logs import logger
 from shared.slots import HEADER_BYTES, Segment
-from shared.telemetry import logger
 
 Unregister = Callable[[], None]
 Register = Callable[[NDArray[np.uint8]], Unregister]

@@ -27,8 +27,8 @@ import torch
 
 from shared.batch import Cursor
 from shared.errors import CheckpointError
+from shared.logs import logger
 from shared.sections import CheckpointSection
-from shared.telemetry import logger
 from trainer import metrics
 from trainer.launch import Ranks
 from trainer.manifest import (

@@ -25,7 +25,7 @@ from shared.errors import (
     ProtocolError,
     SlotError,
 )
-from shared.telemetry import setup_logging
+from shared.logs import setup_logging
 
 if TYPE_CHECKING:
     from shared.sections import RunConfig

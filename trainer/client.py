@@ -19,8 +19,8 @@ from shared.batch import Cursor
 from shared.config import digest
 from shared.errors import LoaderTimeout, ProtocolError, SlotError
 from shared.keys import reader_keys
+from shared.logs import logger
 from shared.sections import DataSection
-from shared.telemetry import logger
 from trainer.batches import Batch, Leases, Register
 from trainer.cuda_lane import CudaLane
 from trainer.lanes import Arrival, Lane, SlotsLane
@@ -124,6 +124,7 @@ class LoaderClient:
         previous, self._previous = self._previous, None
         if previous and not previous.kept:
             previous.release()
+        self._session.return_credits()
         if self._ended:
             raise StopIteration
         self._previous = batch = self._take()

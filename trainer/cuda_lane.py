@@ -2,8 +2,8 @@
 
 from shared import wire
 from shared.errors import DeviceError
+from shared.logs import logger
 from shared.slots import Segment
-from shared.telemetry import logger
 from trainer.batches import Attachment, Register
 from trainer.lanes import SlotsLane
 from trainer.lending import Allocator, LentMemory

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shared.telemetry import logger
+from shared.logs import logger
 from trainer.log import StepLine
 
 MEAN_OVER = 5

@@ -22,8 +22,8 @@ from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from shared.logs import logger
 from shared.sections import MeshSection, RunConfig
-from shared.telemetry import logger
 from trainer import state
 from trainer.accumulating import accumulate_in_one_pass
 from trainer.clipping import Clipping

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from shared.telemetry import logger
+from shared.logs import logger
 
 PROGRAMS = {"deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run"}
 WORDS = 4

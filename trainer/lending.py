@@ -13,7 +13,7 @@ import torch
 from shared import wire
 from shared.cuda import Gpu, granules
 from shared.errors import DeviceError
-from shared.telemetry import logger
+from shared.logs import logger
 
 ALIGN_BYTES = 512
 """As CUDA aligns allocations, and torch counts on."""

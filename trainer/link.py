@@ -118,7 +118,8 @@ class DealerLink:
 
     def receive(self, seconds: float, land: Land) -> Received | None:
         """The next message, or None after so many seconds. Its second frame goes where `land` says, others nowhere."""
-        if not self._socket.poll(round(seconds * 1000), zmq.POLLIN):
+        here = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if not (here or (seconds and self._socket.poll(round(seconds * 1000), zmq.POLLIN))):
             return None
         received = Received(self._socket.recv(zmq.NOBLOCK))
         while self._socket.getsockopt(zmq.RCVMORE):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import NumericsError
-from shared.telemetry import logger
+from shared.logs import logger
 from trainer.expert_stats import ExpertStats
 from trainer.launch import Ranks
 from trainer.loss import Targets, Vocabulary, token_loss

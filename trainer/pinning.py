@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.telemetry import logger
+from shared.logs import logger
 from trainer.batches import Unregister
 
 PORTABLE = 1

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from shared.config import run_dir
 from shared.errors import ConfigError, writing
+from shared.logs import logger
 from shared.sections import RunConfig
-from shared.telemetry import logger
 from trainer.launch import Ranks
 from trainer.manifest import complete
 

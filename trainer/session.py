@@ -17,7 +17,7 @@ import msgspec
 from shared import wire
 from shared.batch import BatchSpec, Cursor
 from shared.errors import ProtocolError, SlotError, TooManyBadSamples
-from shared.telemetry import RateLimited, logger
+from shared.logs import RateLimited, logger
 from trainer.batches import room_for
 from trainer.lanes import Arrival, Lane
 from trainer.link import Land, Received
@@ -96,7 +96,7 @@ class Session:
         self.opened = self.junk = 0
         self._link: Link | None = None
         self._opened_at = self._hello_at = self._heard_at = self._turned_at = self._sent_at = self._retry_at = 0.0
-        self._attempts = 0
+        self._attempts = self._due = 0
         self._reason = ""
         self._say = RateLimited(_log.warning)
 
@@ -126,9 +126,15 @@ class Session:
         return self.queue.popleft(), self.granted
 
     def advance(self, header: wire.Batch) -> None:
-        """The batch was handed over: the position moves, and its credit returns."""
+        """The batch was handed over: the position moves, and its credit is due."""
         self.position = header.after
-        self.send(wire.Credit(1))
+        self._due += 1
+
+    def return_credits(self) -> None:
+        """Tell the daemon of the credits that are due. Not part of a hand-over, which would wait for the socket."""
+        if self._due:
+            self.send(wire.Credit(self._due))
+            self._due = 0
 
     def release(self, cursor: Cursor, granted: object) -> None:
         """Every read of a batch is over; the daemon is told, unless it knows or is another by now."""
@@ -260,7 +266,8 @@ class Session:
         _log.info("session %d with %s from %s, lane %s", self.opened, self.name, place(self.position), name)
         if lent := peer.lane.lend():
             self.send(lent)
-        self.send(wire.Credit(self._credits))
+        self.send(wire.Credit(self._credits + 1))
+        self._due = 0
 
     def _check_welcome(self, welcome: wire.Welcome) -> None:
         if self.granted:

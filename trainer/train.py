@@ -18,9 +18,10 @@ import torch
 
 from shared.batch import Cursor
 from shared.config import endpoints, run_dir
+from shared.logs import logger
 from shared.sections import RunConfig
 from shared.skips import is_skipped
-from shared.telemetry import MetricsPage, logger
+from shared.telemetry import MetricsPage
 from trainer import metrics
 from trainer.beside import readers_beside
 from trainer.checkpoint import Checkpoints

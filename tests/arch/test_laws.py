@@ -9,11 +9,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("shared", "dataloader_svc", "trainer")
 DOORS = {
     "zmq": {"dataloader_svc/server.py", "trainer/link.py"},
-    "nvidia": {"dataloader_svc/decode.py", "dataloader_svc/pipeline.py"},
+    "nvidia": {"dataloader_svc/dali.py", "dataloader_svc/pipeline.py"},
     "simplejpeg": {"dataloader_svc/jpeg.py"},
     "tarfile": {"dataloader_svc/shards.py"},
     "webdataset": {"dataloader_svc/shards.py"},
-    "fsspec": {"dataloader_svc/sources.py"},
+    "fsspec": {"dataloader_svc/remote.py"},
     "deepspeed": {"trainer/engine.py", "trainer/parallel/expert_state.py"},
     "flash_attn": {"trainer/models/attention.py"},
     "torchaudio": {"trainer/audio_frontend.py"},

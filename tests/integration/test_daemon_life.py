@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.slots import HEADER_BYTES, PAGE_BYTES
 from shared.wire import Drain, Failure, Welcome
 from tests.support.daemons import STOP_S, Daemon, make_run, make_run_file, serving
 from tests.support.media import photo, write_dataset, write_tar
@@ -37,6 +38,21 @@ def test_socket_and_slots_are_their_users_alone(tmp_path: Path) -> None:
         welcome = reader.join()
         for guarded in (Path(config.loader.endpoint.removeprefix("ipc://")), Path(welcome.segment)):
             assert guarded.stat().st_mode & 0o077 == 0
+        reader.bye()
+
+
+def test_slots_hold_the_largest_group_that_the_data_have_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_tar(tmp_path / "data" / "text.tar", [(f"{n:03d}.txt", b"words") for n in range(16)])
+    path, config = make_run_file(tmp_path)
+    with serving(path), RawReader(config) as reader:
+        welcome = reader.join()
+        batch = reader.batch()
+        assert len(reader.arrays(batch)["tokens_T"]) == config.data.batch.tokens
+        needed = HEADER_BYTES + welcome.specs[batch.group].size_bytes
+        assert welcome.slot_bytes == -(-needed // PAGE_BYTES) * PAGE_BYTES
+        assert max(spec.size_bytes for spec in welcome.specs) > welcome.slot_bytes
+        reader.release(batch)
         reader.bye()
 
 

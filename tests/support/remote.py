@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dataloader_svc import sources
+from dataloader_svc import remote
 
 BUCKET = "shards"
 FAULTS = ("500", "short", "cut", "reset", "stall")
@@ -146,6 +146,6 @@ def s3_server(folder: Path) -> Iterator[str]:
         yield f"s3://{BUCKET}"
     finally:
         server.stop()
-        sources._filesystem.cache_clear()
+        remote._filesystem.cache_clear()
         for name, value in old.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

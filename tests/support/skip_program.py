@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shared.config import load
 from shared.errors import NumericsError
-from shared.telemetry import setup_logging
+from shared.logs import setup_logging
 from trainer.launch import join
 from trainer.nonfinite import Skips, StepResult
 

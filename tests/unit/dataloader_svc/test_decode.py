@@ -1,6 +1,7 @@
 """Laws of decoding: shape, colour, orientation, length; and a bad sample costs only itself."""
 
 import io
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,11 @@ import soundfile
 from numpy.typing import NDArray
 from PIL import Image
 
-from dataloader_svc import decode, headers
+from dataloader_svc import dali, decode, headers
 from dataloader_svc.clips import resample
 from dataloader_svc.decode import Decoder, region
 from shared.batch import Bucket
-from shared.errors import ConfigError, SampleError
+from shared.errors import ConfigError, DataError, SampleError
 from shared.sections import DataSection, DatasetSection, ImageSection, LoaderSection
 from tests.support.media import photo, tone
 
@@ -161,9 +162,19 @@ def test_a_decoder_exhausted_by_one_picture_goes_on(decoder: Decoder, monkeypatc
         raise MemoryError("std::bad_alloc")
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode.dynamic.decoders, "image", exhausted)
+        patch.setattr(dali.dynamic.decoders, "image", exhausted)
         assert reason(decoder.decode_images([photo(300, 200, form="PNG")], BUCKET)[0]) == "image_decode"
     assert isinstance(decoder.decode_images([photo(300, 200, form="PNG")], BUCKET)[0], np.ndarray)
+
+
+def test_a_dali_that_cannot_be_loaded_is_no_verdict_on_the_sample(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dataloader_svc.dali", None)
+    monkeypatch.delattr("dataloader_svc.dali")
+    decode._by_dali.cache_clear()
+    with pytest.raises(DataError, match=r"nvidia\.dali cannot be loaded"):
+        decoder.decode_images([photo(300, 200, form="PNG")], BUCKET)
 
 
 @pytest.mark.parametrize("size", [(200, 300), (300, 200), (7, 2000), (1, 1), (64, 96), (63, 97)])

@@ -71,7 +71,7 @@ def test_noise_of_a_decoder_is_told_once(tmp_path: Path) -> None:
 
 
 def test_messages_that_differ_in_numbers_alone_are_one_kind() -> None:
-    program = "import os, sys\nfrom dataloader_svc.native import silence\nfrom shared.telemetry import setup_logging\n"
+    program = "import os, sys\nfrom dataloader_svc.native import silence\nfrom shared.logs import setup_logging\n"
     program += "said = silence(int(sys.argv[1]))\nsetup_logging('worker')\nfor i in range(9):\n"
     program += "    os.write(2, b'[ WARN:0@%d.%d] global grfmt.cpp:6%d\\n' % (i, i, i))\n    assert str(i) in said()\n"
     fd, log_fd = native.memory_file(), native.memory_file()

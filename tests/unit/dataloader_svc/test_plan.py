@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -78,6 +80,17 @@ def test_packs_hold_their_budgets_and_what_fits_their_group() -> None:
         lengths = sample_tokens(group, facts.clip_samples[ids], facts.text_tokens[ids], data.audio)
         assert lengths.sum() <= group.tokens
         assert pack.label_tokens == int((facts.text_tokens[ids] + 1).sum())
+
+
+@pytest.mark.parametrize("leftovers", ["pad", "drop"])
+def test_packs_of_every_epoch_are_of_groups_that_good_samples_have(leftovers: Literal["pad", "drop"]) -> None:
+    data, facts = section(BatchSection(256, 4, 2, leftovers)), columns(200, bad_share=0.1)
+    silent = msgspec.structs.replace(facts, clip_samples=facts.clip_samples * 0)
+    for these in (facts, silent):
+        planner = Planner(data, these)
+        found = planner.groups()
+        assert {g.id for g in found} == set(assign(these, data)[these.verdict == 0].tolist())
+        assert {pack.group for epoch in range(3) for pack in rank_packs(planner, epoch, 0, 1)} <= {g.id for g in found}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])

@@ -16,8 +16,8 @@ from dataloader_svc.plan import Pack, Planner
 from dataloader_svc.plan_file import PlanFiles, key_of
 from shared.batch import Cursor
 from shared.errors import ShardError
-from shared.sections import BatchSection, DataSection, RunConfig
-from shared.telemetry import logger
+from shared.logs import logger
+from shared.sections import BatchSection, DataSection, RunConfig, TextSection
 from tests.support.columns import columns
 from tests.support.daemons import ROOT, make_run
 from tests.support.tars import built, data_section
@@ -69,6 +69,7 @@ def test_a_kept_plan_gives_the_very_same_packs_and_looks_at_no_facts(tmp_path: P
     again = planner(tmp_path, facts=Forbidden())
     assert packs(again) == expected == packs(Planner(DATA, FACTS))
     assert again.summary(0) == summary == Planner(DATA, FACTS).summary(0)
+    assert again.groups() == made.groups() == Planner(DATA, FACTS).groups()
     plan = again._epochs.plan(0)
     assert not any(getattr(plan, name).flags.owndata for name in plan.__struct_fields__)
 
@@ -128,7 +129,20 @@ def test_two_plans_of_a_job_are_kept_and_no_other_jobs_are_touched(tmp_path: Pat
     for epoch in range(4):
         files.keep_plan(epoch, plan)
         os.utime(tmp_path / f"job.{epoch}.plan", (epoch, epoch))
-    assert {path.name for path in tmp_path.iterdir()} == {"job.2.plan", "job.3.plan", "job2.0.plan"}
+    assert {path.name for path in tmp_path.iterdir()} == {"job.2.plan", "job.3.plan", "job.rounds", "job2.0.plan"}
+
+
+def test_no_epoch_is_planned_twice_to_count_steps_over_epochs(tmp_path: Path) -> None:
+    data = data_section(batch=BatchSection(256, 1, 1), text=TextSection(max_tokens=48, expected_tokens=12))
+    first = planner(tmp_path, data)
+    steps = [first.steps(epoch) for epoch in range(6)]
+    assert len(set(steps)) > 1
+    late = (sum(steps[:5]), sum(steps[:5]) + 1)
+    skipping = planner(tmp_path, msgspec.structs.replace(data, skip_steps=(late,)), Forbidden())
+    assert skipping.skips.spans() == [(Cursor(5, 0), Cursor(5, 1))]
+    assert not skipping._epochs._plans
+    with pytest.raises(AssertionError, match="looked at"):
+        planner(tmp_path, msgspec.structs.replace(data, seed=1), Forbidden()).steps(0)
 
 
 def test_a_changed_shard_changes_the_index_digest(tmp_path: Path) -> None:

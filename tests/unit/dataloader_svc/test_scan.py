@@ -74,6 +74,20 @@ def test_lost_data_get_the_cpus_verdict(decoders: tuple[Decoder, Decoder], mode:
     assert [getattr(verdict, "reason", "none") for verdict in verdicts] == ["truncated_image"] * 2
 
 
+@pytest.mark.parametrize("size", [(300, 200), (1200, 800)])
+@pytest.mark.parametrize(
+    "options", [{}, {"subsampling": 0}, {"optimize": True}, {"mode": "L"}, {"progressive": True}], ids=str
+)
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 0.99])
+def test_a_false_end_without_restart_markers_is_found_by_decoding_and_not_by_the_scan(
+    decoders: tuple[Decoder, Decoder], size: tuple[int, int], options: dict[str, Any], share: float
+) -> None:
+    """The limit of `scan.py`: the data's codes tell nothing of how many are missing."""
+    lost = cut(jpeg(*size, **options), share)
+    assert scan.damage(lost) is None
+    assert getattr(decoders[0].decode_images([lost], BUCKET)[0], "reason", "none") == "truncated_image"
+
+
 def test_data_in_another_order_get_the_cpus_verdict(decoders: tuple[Decoder, Decoder]) -> None:
     verdicts = [decoder.decode_images([swapped(jpeg(restart_marker_rows=1))], BUCKET)[0] for decoder in decoders]
     assert [getattr(verdict, "reason", "none") for verdict in verdicts] == ["image_decode"] * 2

@@ -233,6 +233,21 @@ def test_a_daemon_that_forgot_the_session_gets_a_new_hello(daemon: FakeDaemon, e
         assert got == CHAIN[:6]
 
 
+def test_a_batch_costs_no_message_before_it_is_handed_over(daemon: FakeDaemon, endpoint: str):
+    def credits() -> list[int]:
+        return [message.count for message in daemon.got(wire.Credit)]
+
+    with LoaderClient(endpoint, credits=2) as client:
+        take(client, 1)
+        eventually(lambda: client.poll(0.05) and len(client._session.queue) == 2)
+        assert credits() == [3]
+        assert not daemon.got(wire.Release)
+        take(client, 1)
+        eventually(lambda: client.poll(0.05) and len(client._session.queue) == 2)
+        assert credits() == [3, 1]
+        assert [message.cursor for message in daemon.got(wire.Release)] == CHAIN[:1]
+
+
 def test_a_silent_daemon_is_left(daemon: FakeDaemon, endpoint: str):
     daemon.batches_left = 1
     with LoaderClient(endpoint, credits=1) as client:
@@ -290,27 +305,6 @@ def test_a_refused_digest_shows_the_daemons_text(daemon: FakeDaemon, endpoint: s
         pytest.raises(ProtocolError, match=f"{digest(other)}, served is {digest(data)}"),
     ):
         next(client)
-
-
-def test_shards_that_changed_between_two_sessions_are_refused(daemon: FakeDaemon, endpoint: str):
-    daemon.content = "one"
-    with LoaderClient(endpoint) as client:
-        client.connect()
-        assert client.content == "one"
-    daemon.content = "two"
-    words = r"other shards \(content two\) than those read so far \(one\)"
-    with LoaderClient(endpoint, content="one") as client, pytest.raises(ProtocolError, match=words):
-        client.connect()
-
-
-@pytest.mark.parametrize(("before", "now"), [("", "one"), ("one", "one"), ("one", "")])
-def test_shards_that_nobody_told_of_or_that_are_the_same_are_read(
-    daemon: FakeDaemon, endpoint: str, before: str, now: str
-):
-    daemon.content = now
-    with LoaderClient(endpoint, content=before) as client:
-        client.connect()
-        assert client.content == (before or now)
 
 
 def test_another_digest_in_welcome_is_refused_here(daemon: FakeDaemon, endpoint: str, data: DataSection):
