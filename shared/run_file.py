@@ -91,8 +91,8 @@ def _floats(part: Any, name: str) -> Iterator[tuple[str, float]]:
         for key, value in part.items():
             yield from _floats(value, f"{name}.{key}".lstrip("."))
     elif isinstance(part, list):
-        for value in part:
-            yield from _floats(value, name)
+        for place, value in enumerate(part):
+            yield from _floats(value, f"{name}[{place}]")
 
 
 def _explained(text: str, tree: dict[str, Any]) -> ConfigError:

@@ -109,7 +109,7 @@ class DataSection(Section, frozen=True):
 
     datasets: tuple[DatasetSection, ...]
     seed: int = 0
-    skip_steps: tuple[tuple[Count, Count], ...] = ()
+    skip_steps: tuple[tuple[int, int], ...] = ()
     missing_shards: Literal["fail", "skip"] = "fail"
     image: ImageSection = ImageSection()
     audio: AudioSection = AudioSection()
