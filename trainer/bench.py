@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from shared.errors import writing
 from shared.sections import RunConfig
 from trainer.display import MEAN_OVER, Display, mean_loss, peak_bytes
 from trainer.engine import build_engine
@@ -98,7 +99,8 @@ def bench(
         numbers = summarise(config, ranks, lines, warmup, every)
         Console(file=sys.stdout).print(table(config.job, numbers))
         if out:
-            out.write_bytes(msgspec.json.encode(numbers))
+            with writing("--out", out):
+                out.write_bytes(msgspec.json.encode(numbers))
 
 
 def gathered(ranks: Ranks, waits_s: list[float], batches: list[str]) -> tuple[RankNumbers, ...]:
