@@ -77,6 +77,9 @@ def bench(
     lines: list[StepLine] = []
     waits_s: list[float] = []
     batches: list[str] = []
+    if out and ranks.is_main:
+        with writing("--out", out):
+            out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         engine = build_engine(config, ranks)
         client = stack.enter_context(connect(config, ranks, Start())) if ranks.is_reader else None
