@@ -13,7 +13,7 @@ def test_a_second_demo_leaves_the_first_alone(tmp_path: Path, monkeypatch: pytes
     with run.alone():
         log.parent.mkdir()
         log.touch()
-        with pytest.raises(SystemExit, match="another demo is running in .*wait for its end, or stop it"):
+        with pytest.raises(SystemExit, match=r"another demo is running in .*wait for its end, or stop it"):
             run.main(data=tmp_path / "data")
         assert log.exists()
     with run.alone():
