@@ -68,12 +68,8 @@ class Columns(msgspec.Struct, frozen=True, weakref=True):
         return self
 
 
-def nearest_bucket(height: int, width: int, choices: Sequence[Bucket]) -> int:
-    """The place in `choices` of the bucket whose log ratio is nearest to the image's; the earlier one in a tie."""
-    return int(_nearest(np.array([height]), np.array([width]), choices)[0])
-
-
-def _nearest(height: Array, width: Array, choices: Sequence[Bucket]) -> Array:
+def nearest(height: Array, width: Array, choices: Sequence[Bucket]) -> Array:
+    """The place in `choices` of the bucket whose log ratio is nearest to each image's; the earlier one in a tie."""
     ratio = np.log(width / height)
     best, miss = np.zeros(len(ratio), np.int16), np.full(len(ratio), np.inf)
     for place, bucket in enumerate(choices):
@@ -108,7 +104,7 @@ def _groups_of(
 ) -> Array:
     bucket = np.zeros(len(verdict), np.int16)
     seen = height > 0
-    bucket[seen] = 1 + _nearest(height[seen], width[seen], choices)
+    bucket[seen] = 1 + nearest(height[seen], width[seen], choices)
     clip = np.where(clip_samples > 0, 1 + np.minimum(np.searchsorted(classes, clip_samples), len(classes) - 1), 0)
     group: Array = np.where(verdict == 0, bucket * (1 + len(classes)) + clip, -1)
     return group

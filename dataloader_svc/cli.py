@@ -11,7 +11,7 @@ from dataloader_svc.daemon import serve as serve_run
 from dataloader_svc.server import make_keys
 from shared import keys as key_files
 from shared.config import load
-from shared.errors import ConfigError, DataError, MillstreamError, TooManyBadSamples
+from shared.errors import ConfigError, DataError, MillstreamError, TooManyBadSamples, writing
 from shared.logs import setup_logging
 
 EXIT_CODES = """Exit codes: 0 done, 1 verify found lost or repeated samples, 2 configuration refused, 3 data or shards
@@ -77,7 +77,7 @@ def show_top(
 ) -> None:
     """Watch a running daemon: stage latencies, slots, readers, rates, buckets and bad samples.
 
-    Example: millstream-loader top --url http://127.0.0.1:9464/metrics
+    Example: millstream-loader top --url http://127.0.0.1:9100/metrics
     """
     from dataloader_svc import screens
 
@@ -94,7 +94,8 @@ def keys(
 
     Example: millstream-loader keys ~/.millstream/keys
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with writing("keys", folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (key_files.DAEMON, key_files.READER):
         key_files.write_pair(folder, name, *make_keys())
     typer.echo(f"made daemon and reader keys in {folder}; keep the .secret files secret")
@@ -103,12 +104,14 @@ def keys(
 @app.command("verify", epilog=EXIT_CODES)
 def verify_logs(
     config: Config,
-    consumed: Annotated[list[Path], typer.Option("--consumed", help="A trainer's consumed.jsonl. May be repeated.")],
+    consumed: Annotated[
+        list[Path], typer.Option("--consumed", help="A run's folder, or consumed-*.jsonl of it. Repeatable.")
+    ],
     overrides: Overrides = None,
 ) -> None:
-    """Prove from trainers' logs that every planned sample was consumed exactly once.
+    """Prove from trainers' logs that every planned sample was consumed exactly once. It takes those of all data ranks.
 
-    Example: millstream-loader verify --config run.yaml --consumed run/consumed-0.jsonl --consumed run/consumed-1.jsonl
+    Example: millstream-loader verify --config run.yaml --consumed runs/demo
     """
     _log_to_stderr("WARNING")
     from dataloader_svc import screens

@@ -12,6 +12,7 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
+from dataloader_svc.headers import told
 from shared.errors import SampleError
 
 RATES_HZ = (1_000, 768_000)
@@ -42,7 +43,7 @@ def _read_wave(blob: bytes, rate_hz: int, max_samples: int) -> tuple[NDArray[np.
             needed = math.ceil(max_samples * source_hz / rate_hz) + 2 * ZERO_CROSSINGS * -(-source_hz // rate_hz)
             wave: NDArray[np.float32] = file.read(needed, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
-        raise SampleError("audio_decode", str(error)[:200]) from None
+        raise SampleError("audio_decode", told(error)[:200]) from None
     if not len(wave):
         raise SampleError("empty_audio", "the decoder gives no frames")
     if not np.isfinite(wave).all():

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
+
 from dataloader_svc import metrics, mps
 from dataloader_svc.index import Index
 from dataloader_svc.indexing import build
@@ -31,7 +33,7 @@ from dataloader_svc.tasks import Begin, Setup
 from shared import slots
 from shared.batch import batch_spec
 from shared.config import index_dir, served
-from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples
+from shared.errors import MillstreamError, ProtocolError, TooManyBadSamples, writing
 from shared.logs import RateLimited, logger
 from shared.sections import RunConfig
 from shared.skips import merged
@@ -139,7 +141,8 @@ def load_data(config: RunConfig, shards: tuple[Shard, ...], store: Store) -> tup
         "%d shards (%d indexed anew): %d samples, %d problems", len(shards), report.built, report.samples, problems
     )
     quarantine = Quarantine(config.loader.quarantine, index.name)
-    quarantine.record_index((p.reason, f"{p.shard} {p.key} {p.detail}") for p in index.problems())
+    found = ((p.reason, f"{p.shard} {p.key} {p.detail}") for p in index.problems())
+    quarantine.record_index(found, int(np.count_nonzero(index.verdict)), len(index))
     planner = plan_of(config, index, config.job, data)
     planner.steps(0)
     for (first, end), (start, stop) in zip(merged(data.skip_steps), planner.skips.spans(), strict=True):
@@ -157,7 +160,10 @@ def describe(planner: Planner) -> None:
     metrics.PADDING.labels("bucketed").set(summary.padding_bucketed)
     metrics.UNUSED_SLOTS.labels("image").set(summary.unused_images)
     metrics.UNUSED_SLOTS.labels("audio").set(summary.unused_clips)
+    metrics.DROPPED.set(summary.dropped_samples)
     shares = 100 * summary.padding_bucketed, 100 * summary.padding_naive
+    if summary.dropped_samples:
+        log.warning("epoch 0 leaves out %d good samples, as data.batch.leftovers asks", summary.dropped_samples)
     log.info("epoch 0: %d steps; padding %.1f %% (%.1f %% if padded to the largest)", summary.steps, *shares)
 
 
@@ -189,8 +195,9 @@ class _Flag:
         metrics.READY.set(1)
         if path:
             scratch = path.with_name(f"{path.name}.{os.getpid()}")
-            scratch.write_text(text + "\n")
-            scratch.replace(path)
+            with writing("--ready-file", path):
+                scratch.write_text(text + "\n")
+                scratch.replace(path)
         try:
             yield
         finally:

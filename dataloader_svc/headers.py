@@ -96,6 +96,11 @@ def is_jpeg(data: bytes) -> bool:
     return data.startswith(b"\xff\xd8\xff")
 
 
+def told(error: Exception) -> str:
+    """What libsndfile says, without our buffer's address that soundfile puts before it: equal bytes, equal words."""
+    return str(getattr(error, "error_string", error))
+
+
 def audio_info(data: bytes, limits: AudioSection = AUDIO_LIMITS) -> tuple[int, int, int]:
     """(frames, rate in hertz, channels) as the header declares them; a decoder may find a few frames more or less.
 
@@ -105,7 +110,7 @@ def audio_info(data: bytes, limits: AudioSection = AUDIO_LIMITS) -> tuple[int, i
     try:
         info = soundfile.info(io.BytesIO(data))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise SampleError("junk_audio", f"{len(data)} bytes that are no known audio ({error})") from None
+        raise SampleError("junk_audio", f"{len(data)} bytes that are no known audio ({told(error)})") from None
     frames, rate_hz, channels = int(info.frames), int(info.samplerate), int(info.channels)
     if frames >= UNKNOWN_FRAMES or rate_hz < 1 or channels < 1:
         raise SampleError("junk_audio", "the header does not tell length, rate or channels")

@@ -134,6 +134,15 @@ class Index:
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     @property
+    def content(self) -> str:
+        """Hex digits that two indexes share when their shards, in order, have the same sizes and numbers of samples and
+        were judged alike, wherever they lie and whenever they were written."""
+        told = [
+            (s.dataset, h.fingerprint.size, h.rows, h.rules) for s, h in zip(self.shards, self._headers, strict=True)
+        ]
+        return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=8).hexdigest()
+
+    @property
     def fingerprints(self) -> dict[str, Fingerprint]:
         """What each shard was indexed as, by path."""
         return {shard.path: header.fingerprint for shard, header in zip(self.shards, self._headers, strict=True)}

@@ -10,18 +10,18 @@ from shared.sections import DataSection, RunConfig
 
 
 class Job:
-    """One job: `data` under its own seed, and the plan of that."""
+    """One job: `data` under its own seed, and the plan of that. `content` is the index's."""
 
-    def __init__(self, name: str, data: DataSection, planner: Planner) -> None:
-        self.name, self.digest, self.planner = name, digest(data), planner
+    def __init__(self, name: str, data: DataSection, planner: Planner, content: str) -> None:
+        self.name, self.digest, self.planner, self.content = name, digest(data), planner, content
 
 
 def build_jobs(config: RunConfig, index: Index, planner: Planner) -> dict[str, Job]:
     """Every job by name, the run file's own first; `planner` is that one's."""
-    jobs = {config.job: Job(config.job, config.data, planner)}
+    jobs = {config.job: Job(config.job, config.data, planner, index.content)}
     for section in config.loader.jobs:
         data = msgspec.structs.replace(config.data, seed=section.seed)
-        jobs[section.name] = Job(section.name, data, plan_of(config, index, section.name, data))
+        jobs[section.name] = Job(section.name, data, plan_of(config, index, section.name, data), index.content)
     return jobs
 
 

@@ -23,6 +23,11 @@ UNUSED_SLOTS = Gauge(
     ["modality"],
     registry=REGISTRY,
 )
+DROPPED = Gauge(
+    "loader_samples_dropped",
+    "Good samples that the planned epoch leaves out, as data.batch.leftovers: drop asks",
+    registry=REGISTRY,
+)
 IMBALANCE = Gauge(
     "loader_step_imbalance_ratio",
     "Estimated cost of the most loaded data rank over the mean in the step being filled: balanced as served, or packed",

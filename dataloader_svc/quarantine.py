@@ -23,11 +23,17 @@ class Quarantine:
         self.reasons: Counter[str] = Counter()
         self.seen = self.bad = self.consecutive = 0
 
-    def record_index(self, problems: Iterable[tuple[str, str]]) -> None:
-        """Count (reason, text) of what the index left out. These never enter the plan, so no limit counts them."""
+    def record_index(self, problems: Iterable[tuple[str, str]], left_out: int, samples: int) -> None:
+        """Count (reason, text) of what the index found, `left_out` of `samples` for it.
+
+        These never enter the plan, so no limit counts them; a share over `max_share` is told apart.
+        """
         for reason, text in problems:
             self._count(reason)
             self._warn(reason, f"left out of the index: {text} ({reason})")
+        if left_out > self._limits.max_share * samples:
+            share = f"{left_out} of {samples} samples are left out, more than loader.quarantine.max_share would bear"
+            self._warn("share", f"{share}; millstream-loader index tells why ({self._summary()})")
 
     def record(self, good: int, verdicts: Iterable[Verdict]) -> None:
         """Count one filled micro-batch: `good` samples in the slot and the `verdicts` met on the way.

@@ -40,7 +40,8 @@ def index_shards(run: RunConfig, jobs: int) -> None:
         show = partial(_show, progress, bar)
         report = build(shards, run.data, folder, jobs or run.loader.threads, show, store)
     found = Index.open(shards, run.data, folder, store)
-    tables.show_index(Console(), found, report, plan_of(run, found, run.job, run.data).summary(0))
+    tables.show_index(Console(), found, report)
+    tables.show_plan(Console(), plan_of(run, found, run.job, run.data).summary(0))
 
 
 def watch(url: str, once: bool, every_s: float) -> None:

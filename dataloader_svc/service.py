@@ -230,7 +230,7 @@ class Service:
         path = "" if session.hello.lane == "tcp" else segment.path
         shape = (segment.slot_bytes, segment.slots, beat, self._config.data.batch.micro_batches)
         offer = self._lending.offer(session.hello)
-        return Welcome(PROTOCOL, session.job.digest, path, *shape, self._specs, *offer)
+        return Welcome(PROTOCOL, session.job.digest, path, *shape, self._specs, *offer, content=session.job.content)
 
     def _obey(self, identity: bytes, stream: Stream, message: ToDaemon, now: float) -> None:
         if isinstance(message, Credit) and message.count > 0:

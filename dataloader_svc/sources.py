@@ -98,12 +98,16 @@ class Local:
         self.size, self._mtime_ns = info.st_size, info.st_mtime_ns
 
     def read(self, offset: int, size: int, waiting: Waiting = nothing) -> bytes:
+        """What stands there, if the file is still the one that was opened: bytes of another would pass for samples."""
         try:
             data = os.pread(self._fd, size, offset)
             while 0 < len(data) < size and (more := os.pread(self._fd, size - len(data), offset + len(data))):
                 data += more
         except OSError as error:
             raise ShardError(f"shard {self._path} cannot be read at {offset} ({error}); check its storage") from None
+        info = os.fstat(self._fd)
+        if (info.st_size, info.st_mtime_ns) != (self.size, self._mtime_ns):
+            raise ShardError(f"shard {self._path} changed since it was opened: index it again")
         return data
 
     def expect(self, offset: int, size: int) -> None:

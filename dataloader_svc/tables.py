@@ -21,11 +21,15 @@ def bar(share: float, cells: int = BAR_CELLS) -> str:
     return "█" * filled + "·" * (cells - filled)
 
 
-def show_index(console: Console, index: Index, report: BuildReport, plan: PlanSummary) -> None:
-    """Shards and samples, problems by reason, buckets, and the padding share."""
+def show_index(console: Console, index: Index, report: BuildReport) -> None:
+    """Shards and samples, and problems by reason."""
     console.print(_overview(index, report))
     if problems := _problems(index):
         console.print(problems)
+
+
+def show_plan(console: Console, plan: PlanSummary) -> None:
+    """Buckets, datasets where there are several, the padding share and how evenly ranks are loaded."""
     console.print(_buckets(plan))
     if len(plan.shares) > 1:
         console.print(_mixture(plan))
@@ -37,6 +41,8 @@ def show_index(console: Console, index: Index, report: BuildReport, plan: PlanSu
         f"Padding: {bucketed} of all tokens in buckets; {naive} if batches were padded to their largest sample. "
         f"Slots left empty: {plan.unused_images:.1%} of images, {plan.unused_clips:.1%} of clips."
     )
+    if plan.dropped_samples:
+        console.print(f"Left out as data.batch.leftovers asks: {plan.dropped_samples} good samples.")
     mean, worst = plan.imbalance, plan.worst_imbalance
     console.print(
         f"Most loaded data rank over the mean of a step: {mean.balanced:.3f} (worst step {worst.balanced:.3f}); "

@@ -54,12 +54,20 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def read_logs(paths: Sequence[Path]) -> list[list[Consumed]]:
-    """The lines of each log.
+    """The lines of each log; a folder stands for every consumed log in it.
 
     Raises:
-        DataError: a file cannot be read, or a line is not what it should be.
+        DataError: a file cannot be read, or a line is not what it should be; a folder has no log.
     """
-    return [list(_lines(path)) for path in paths]
+    return [list(_lines(file)) for path in paths for file in _files(path)]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if found := sorted(path.glob("consumed-*.jsonl")):
+        return found
+    raise DataError(f"{path} holds no consumed-*.jsonl; give a run's folder, or its logs")
 
 
 def _lines(path: Path) -> Iterator[Consumed]:

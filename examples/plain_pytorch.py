@@ -10,6 +10,8 @@ import torch
 
 from trainer.client import LoaderClient
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 endpoint, steps, job = [*sys.argv[1:], ""][:3]
 embedding, colour, head = torch.nn.Embedding(1024, 64), torch.nn.Linear(3, 64), torch.nn.Linear(64, 1024)
 optimizer = torch.optim.AdamW([*embedding.parameters(), *colour.parameters(), *head.parameters()], lr=3e-3)

@@ -16,6 +16,9 @@ The tree::
     └── NumericsError        training cannot go on: losses or gradients are not finite, or ranks drifted apart
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MillstreamError(Exception):
     """Base of all expected errors; the command line prints its text and no traceback."""
@@ -81,3 +84,17 @@ def require(ok: bool, name: str, value: object, rule: str, remedy: str) -> None:
     """
     if not ok:
         raise ConfigError(name, value, rule, remedy)
+
+
+@contextmanager
+def writing(name: str, path: object) -> Iterator[None]:
+    """Around the making of a file or folder: the option `name` asked for it at `path`.
+
+    Raises:
+        ConfigError: the system refuses it.
+    """
+    try:
+        yield
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror or error})"
+        raise ConfigError(name, path, rule, "make room and rights for it there, or name another place") from None

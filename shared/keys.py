@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, writing
 
 NAME = "loader.keys_dir"
 DAEMON, READER = "daemon", "reader"
@@ -61,16 +61,21 @@ def write_pair(folder: Path, name: str, public: bytes, secret: bytes) -> None:
     """Write NAME.public, and NAME.secret for its owner alone.
 
     Raises:
-        ConfigError: one of them exists.
+        ConfigError: one of them exists, or cannot be written.
     """
     for suffix, key, mode in (("secret", secret, 0o600), ("public", public, 0o644)):
         path = folder / f"{name}.{suffix}"
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-        except FileExistsError:
-            raise ConfigError("keys", path, "exists", "remove it first, or give another folder") from None
-        with os.fdopen(fd, "wb") as file:
-            file.write(key + b"\n")
+        with writing("keys", path):
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+            except FileExistsError:
+                raise ConfigError("keys", path, "exists", "remove it first, or give another folder") from None
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(key + b"\n")
+            except OSError:
+                path.unlink()
+                raise
 
 
 def _read(path: Path, secret: bool = False) -> bytes:

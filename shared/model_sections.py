@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.section import Section
+from shared.section import Above, Amount, Count, Degree, Positive, Seconds, Section
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
 """Exact GELU, its tanh approximation, or x * sigmoid(1.702 x)."""
@@ -17,16 +17,16 @@ class VisionSection(Section, frozen=True):
     `pixels` names the per-channel normalisation: CLIP's constants, or mean and deviation 0.5.
     """
 
-    dim: int = 128
-    depth: int = 3
-    heads: int = 4
-    mlp: int = 512
-    grid: int = 8
+    dim: Positive = 128
+    depth: Degree = 3
+    heads: Degree = 4
+    mlp: Positive = 512
+    grid: Degree = 8
     class_token: bool = False
     pre_norm: bool = False
     patch_bias: bool = True
     activation: Activation = "gelu"
-    norm_eps: float = 1e-5
+    norm_eps: Above = 1e-5
     pixels: Literal["clip", "half"] = "clip"
 
 
@@ -36,16 +36,16 @@ class AudioEncoderSection(Section, frozen=True):
     Whisper's own weights: positions table (`places` stored rows, never trained) and key_bias off.
     """
 
-    dim: int = 128
-    depth: int = 3
-    heads: int = 4
-    mlp: int = 512
-    mels: int = 80
-    n_fft: int = 400
-    hop: int = 160
-    max_s: float = 30.0
+    dim: Positive = 128
+    depth: Degree = 3
+    heads: Degree = 4
+    mlp: Positive = 512
+    mels: Degree = 80
+    n_fft: Degree = 400
+    hop: Degree = 160
+    max_s: Seconds = 30.0
     positions: Literal["sinusoid", "table"] = "sinusoid"
-    places: int = 1500
+    places: Positive = 1500
     key_bias: bool = True
     activation: Activation = "gelu"
 
@@ -65,25 +65,25 @@ class DecoderSection(Section, frozen=True):
     is the one without it. It has the heads and the `mlp` of the block.
     """
 
-    vocab: int = 1024
-    dim: int = 192
-    depth: int = 4
-    heads: int = 6
-    kv_heads: int = 2
-    mlp: int = 512
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    head_dim: int = 0
+    vocab: Positive = 1024
+    dim: Positive = 192
+    depth: Degree = 4
+    heads: Degree = 6
+    kv_heads: Degree = 2
+    mlp: Positive = 512
+    rope_theta: Above = 10_000.0
+    norm_eps: Above = 1e-5
+    head_dim: Count = 0
     qkv_bias: bool = False
     tied: bool = False
-    experts: int = 0
-    experts_per_token: int = 2
-    expert_every: int = 1
-    expert_mlp: int = 0
-    capacity_factor: float = 0.0
-    balance_loss: float = 0.01
-    router_z_loss: float = 0.001
-    cross_every: int = 0
+    experts: Count = 0
+    experts_per_token: Degree = 2
+    expert_every: Degree = 1
+    expert_mlp: Count = 0
+    capacity_factor: Amount = 0.0
+    balance_loss: Amount = 0.01
+    router_z_loss: Amount = 0.001
+    cross_every: Count = 0
 
     @property
     def head_size(self) -> int:

@@ -7,10 +7,12 @@ Units are in the names: `_s` seconds, `_hz` hertz, `_bytes` bytes; sides are pix
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from shared.model_sections import ModelSection
-from shared.section import Section
+from shared.section import Above, Amount, Bytes, Count, Decay, Degree, Port, Positive, Seconds, Section, Seed, Share
 
 
 class DatasetSection(Section, frozen=True):
@@ -21,22 +23,22 @@ class DatasetSection(Section, frozen=True):
     """
 
     name: str
-    shards: tuple[str, ...]
-    weight: float | None = None
-    repeat_limit: int | None = None
+    shards: Annotated[tuple[str, ...], Meta(min_length=1)]
+    weight: Above | None = None
+    repeat_limit: Positive | None = None
 
 
 class ImageSection(Section, frozen=True):
     """Aspect-ratio buckets under one pixel budget. `buckets` (height, width) overrides the derived ones."""
 
-    pixel_budget: int = 128 * 128
-    patch: int = 16
-    merge: int = 1
-    align: int = 1
-    ratios: tuple[tuple[int, int], ...] = ((1, 1), (4, 3), (16, 9), (2, 1))
+    pixel_budget: Annotated[int, Meta(ge=1, le=2**24)] = 128 * 128
+    patch: Degree = 16
+    merge: Degree = 1
+    align: Degree = 1
+    ratios: tuple[tuple[Degree, Degree], ...] = ((1, 1), (4, 3), (16, 9), (2, 1))
     buckets: tuple[tuple[int, int], ...] = ()
-    max_ratio: float = 200.0
-    max_pixels: int = 100_000_000
+    max_ratio: Annotated[float, Meta(ge=1)] = 200.0
+    max_pixels: Positive = 100_000_000
 
     @property
     def multiple(self) -> int:
@@ -47,19 +49,22 @@ class ImageSection(Section, frozen=True):
 class AudioSection(Section, frozen=True):
     """Duration classes. One model token covers `samples_per_token` samples (mel hop x strides)."""
 
-    rate_hz: int = 16_000
-    classes_s: tuple[float, ...] = (2.0, 4.0, 8.0)
-    samples_per_token: int = 1280
-    max_s: float = 600.0
+    rate_hz: Positive = 16_000
+    classes_s: tuple[Seconds, ...] = (2.0, 4.0, 8.0)
+    samples_per_token: Positive = 1280
+    max_s: Seconds = 600.0
 
 
 class TextSection(Section, frozen=True):
     """Captions. `tokenizer` is a tokenizers JSON file, or `bytes` for UTF-8 bytes plus special tokens."""
 
     tokenizer: str = "bytes"
-    max_tokens: int = 128
-    expected_tokens: int = 32
+    max_tokens: Positive = 128
+    expected_tokens: Positive = 32
     bad_utf8: Literal["replace", "reject"] = "replace"
+
+
+Cost = Annotated[float, Meta(ge=0, le=1000)]
 
 
 class CostSection(Section, frozen=True):
@@ -74,10 +79,10 @@ class CostSection(Section, frozen=True):
     2 x 36 x 2048 / 6.17e9. For another model only the ratios matter: weights of a part over weights of the decoder.
     """
 
-    patch: float = 0.1
-    frame: float = 0.03
-    token: float = 1.0
-    token_pair: float = 2.4e-5
+    patch: Cost = 0.1
+    frame: Cost = 0.03
+    token: Cost = 1.0
+    token_pair: Cost = 2.4e-5
 
 
 class BatchSection(Section, frozen=True):
@@ -88,9 +93,9 @@ class BatchSection(Section, frozen=True):
     samples are spread by `cost`.
     """
 
-    tokens: int = 1024
-    micro_batches: int = 4
-    round: int = 2
+    tokens: Positive = 1024
+    micro_batches: Degree = 4
+    round: Degree = 2
     leftovers: Literal["pad", "drop"] = "pad"
     cost: CostSection = CostSection()
 
@@ -115,9 +120,9 @@ class DataSection(Section, frozen=True):
 class QuarantineSection(Section, frozen=True):
     """How many bad samples a run bears before it stops loudly."""
 
-    max_consecutive: int = 64
-    max_share: float = 0.2
-    after_samples: int = 1000
+    max_consecutive: Positive = 64
+    max_share: Share = 0.2
+    after_samples: Count = 1000
 
 
 class JobSection(Section, frozen=True):
@@ -155,28 +160,28 @@ class LoaderSection(Section, frozen=True):
     keys_dir: str = ""
     allow_plain_tcp: bool = False
     jobs: tuple[JobSection, ...] = ()
-    workers: int = 1
-    threads: int = 2
+    workers: Degree = 1
+    threads: Degree = 2
     device: Literal["cpu", "gpu"] = "cpu"
-    gpu_id: int = 0
+    gpu_id: Count = 0
     mps: Literal["auto", "start", "off"] = "auto"
     jpeg: Literal["reduced", "full"] = "reduced"
-    slots_per_stream: int = 4
-    max_streams: int = 2
+    slots_per_stream: Annotated[int, Meta(ge=2, le=2**31 - 1)] = 4
+    max_streams: Degree = 2
     shm_dir: str = "/dev/shm"
     index_dir: str = ""
     cache_dir: str = ""
-    cache_bytes: int = 1 << 34
-    read_s: float = 40.0
+    cache_bytes: Bytes = 1 << 34
+    read_s: Seconds = 40.0
     metrics_host: str = "127.0.0.1"
-    metrics_port: int = 9100
-    heartbeat_s: float = 1.0
-    lease_s: float = 300.0
-    absent_s: float = 5.0
-    held_up_s: float = 10.0
-    drain_s: float = 10.0
-    grace_s: float = 30.0
-    worker_s: float = 60.0
+    metrics_port: Port = 9100
+    heartbeat_s: Seconds = 1.0
+    lease_s: Seconds = 300.0
+    absent_s: Seconds = 5.0
+    held_up_s: Seconds = 10.0
+    drain_s: Seconds = 10.0
+    grace_s: Seconds = 30.0
+    worker_s: Seconds = 60.0
     quarantine: QuarantineSection = QuarantineSection()
 
 
@@ -184,9 +189,9 @@ class StageSection(Section, frozen=True):
     """A pipeline stage: its layers, `head` or `encode..decoder.3`. What else it states all stages must share."""
 
     layers: str
-    micro_batch_tokens: int = 0
-    tensor: int = 0
-    active_experts: int = 0
+    micro_batch_tokens: Count = 0
+    tensor: Count = 0
+    active_experts: Count = 0
 
 
 class MeshSection(Section, frozen=True):
@@ -201,10 +206,10 @@ class MeshSection(Section, frozen=True):
     group for every micro-batch, which pays where encoding takes longer than that.
     """
 
-    pipe: int = 1
-    data: int = 1
-    tensor: int = 1
-    expert: int = 1
+    pipe: Degree = 1
+    data: Degree = 1
+    tensor: Degree = 1
+    expert: Degree = 1
     stages: tuple[StageSection, ...] = ()
     balance: Literal["parameters", "measured"] = "parameters"
     sequence_parallel: bool = False
@@ -218,13 +223,13 @@ class OptimSection(Section, frozen=True):
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    momentum: float = 0.0
-    weight_decay: float = 0.1
-    warmup_steps: int = 10
-    min_lr_share: float = 0.1
-    clip: float = 1.0
+    lr: Amount = 1e-3
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    momentum: Decay = 0.0
+    weight_decay: Amount = 0.1
+    warmup_steps: Count = 10
+    min_lr_share: Share = 0.1
+    clip: Amount = 1.0
 
 
 class CheckpointSection(Section, frozen=True):
@@ -236,7 +241,7 @@ class CheckpointSection(Section, frozen=True):
     """
 
     asynchronous: bool = True
-    write_s: float = 240.0
+    write_s: Seconds = 240.0
 
 
 Blocks = int | Literal["all"]
@@ -272,27 +277,27 @@ class TrainSection(Section, frozen=True):
     A step whose loss or gradient norm is not finite changes nothing; `skip_limit` of them in a row end the run.
     """
 
-    steps: int = 100
+    steps: Positive = 100
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    zero_stage: int = 1
+    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 1
     offload_optimizer: bool = False
     recompute: RecomputeSection = RecomputeSection()
     freeze: tuple[ModelPart, ...] = ()
     deterministic: bool = False
-    skip_limit: int = 10
-    seed: int = 0
+    skip_limit: Positive = 10
+    seed: Seed = 0
     run_dir: str = "runs/{job}"
     init_from: str = ""
-    save_every: int = 0
-    keep: int = 3
-    log_every: int = 10
-    wait_s: float = 120.0
+    save_every: Count = 0
+    keep: Positive = 3
+    log_every: Positive = 10
+    wait_s: Seconds = 120.0
     metrics_host: str = "127.0.0.1"
-    metrics_port: int = 0
+    metrics_port: Port = 0
     attention: Literal["auto", "flash4", "sdpa", "math"] = "auto"
     compile: bool | Literal["auto"] = "auto"
-    peak_tflops: float = 0.0
+    peak_tflops: Amount = 0.0
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     optim: OptimSection = OptimSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -64,7 +64,7 @@ class Welcome(Message, frozen=True):
     """Daemon -> reader: where the slots lie (`segment` is empty in the tcp lane) and how every group is laid out.
 
     In the cuda lane `device_parts` is how many batches' pixels the reader may lend room for, and 0 means that all go to
-    slots, because of `device_refusal`.
+    slots, because of `device_refusal`. `content` tells the shards that a cursor is a place in from others.
     """
 
     protocol: int
@@ -77,6 +77,7 @@ class Welcome(Message, frozen=True):
     specs: tuple[BatchSpec, ...]
     device_parts: int = 0
     device_refusal: str = ""
+    content: str = ""
 
 
 class Lend(Message, frozen=True):

@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from shared.errors import writing
 from shared.sections import RunConfig
 from trainer.display import MEAN_OVER, Display, mean_loss, peak_bytes
 from trainer.engine import build_engine
@@ -76,6 +77,9 @@ def bench(
     lines: list[StepLine] = []
     waits_s: list[float] = []
     batches: list[str] = []
+    if out and ranks.is_main:
+        with writing("--out", out):
+            out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         engine = build_engine(config, ranks)
         client = stack.enter_context(connect(config, ranks, Start())) if ranks.is_reader else None
@@ -98,7 +102,8 @@ def bench(
         numbers = summarise(config, ranks, lines, warmup, every)
         Console(file=sys.stdout).print(table(config.job, numbers))
         if out:
-            out.write_bytes(msgspec.json.encode(numbers))
+            with writing("--out", out):
+                out.write_bytes(msgspec.json.encode(numbers))
 
 
 def gathered(ranks: Ranks, waits_s: list[float], batches: list[str]) -> tuple[RankNumbers, ...]:

@@ -68,6 +68,7 @@ class Pending(msgspec.Struct):
     cursor: Cursor
     partial: Path
     writer: Writer
+    content: str
 
 
 class Checkpoints:
@@ -77,12 +78,14 @@ class Checkpoints:
         self, folder: Path, ranks: Ranks, layout: str, signature: Signature, keep: int, how: CheckpointSection
     ) -> None:
         self.folder, self._ranks, self._layout, self._signature = folder, ranks, layout, signature
-        self._keep, self._how = max(1, keep), how
+        self._keep, self._how = keep, how
         self._room = Room(ranks.device)
         self._pending: Pending | None = None
 
-    def save(self, engine: Stateful, step: int, cursor: Cursor) -> None:
+    def save(self, engine: Stateful, step: int, cursor: Cursor, content: str = "") -> None:
         """Begin to save the state after `step` steps; it counts once `poll` or `finish` has committed it.
+
+        `content` is the client's: what the cursor is a place in.
 
         Raises:
             CheckpointError: this one, or the one before, cannot be written.
@@ -95,10 +98,10 @@ class Checkpoints:
         image = image_of({**engine.entries(), **random_state(self._ranks)})
         path = partial / shard_name(self._ranks.rank)
         if self._how.asynchronous:
-            self._pending = Pending(step, cursor, partial, Writer(path, self._room.copy(image)))
+            self._pending = Pending(step, cursor, partial, Writer(path, self._room.copy(image)), content)
             self._pending.writer.start()
         else:
-            self._pending = Pending(step, cursor, partial, Writer(path, image))
+            self._pending = Pending(step, cursor, partial, Writer(path, image), content)
             self._pending.writer.run()
             self.finish()
 
@@ -172,7 +175,7 @@ class Checkpoints:
             self._pending = None
             files = self._gather(writer)
             signature = msgspec.to_builtins(self._signature)
-            manifest = Manifest(pending.step, pending.cursor, self._layout, signature, files)
+            manifest = Manifest(pending.step, pending.cursor, self._layout, signature, files, content=pending.content)
             self._on_main(pending.partial, lambda: self._commit(pending.partial, manifest))
             metrics.CHECKPOINT_WRITE_SECONDS.observe(writer.seconds)
 

@@ -167,8 +167,10 @@ def verify_checkpoint(
 def _joined(config: Path, overrides: list[str] | None) -> "tuple[RunConfig, Ranks]":
     """The run file, and this process's place among the others; DeepSpeed may be imported from here on."""
     from trainer.launch import join
+    from trainer.launchers import watch_launchers
 
     setup_logging("trainer")
+    watch_launchers()
     run = load(config, overrides or ())
     return run, join(run)
 

@@ -57,6 +57,7 @@ class LoaderClient:
         lane: slots (shared memory), tcp (frames, from any host), auto (the first where it can be mapped), or cuda:
             slots, with pixels in device memory where the daemon decodes on our GPU and we read the stream alone.
         device: the GPU of the cuda lane; None is torch's current one.
+        content: what `content` was when the cursor was taken; a daemon of other shards is refused. "" takes any.
         keys_dir: the folder of daemon.public and reader.secret, for daemons that ask for keys over TCP.
         register: page-locks memory that batches lie in and returns what undoes that; None does so where CUDA is.
         allocator: makes the device memory of the cuda lane; None does so on `device`.
@@ -82,6 +83,7 @@ class LoaderClient:
         verify: bool = False,
         lane: Literal["auto", "slots", "tcp", "cuda"] = "auto",
         device: torch.device | str | None = None,
+        content: str = "",
         keys_dir: str = "",
         register: Register | None = None,
         allocator: Allocator | None = None,
@@ -96,7 +98,7 @@ class LoaderClient:
         self._wait_s, self._steps_left, self._verify = wait_s, steps, verify
         self._links = Links(reader_keys(Path(keys_dir)) if keys_dir else None)
         self._leases = Leases(self._give_back)
-        self._session = Session(self._links.open, peers, hello, credits, self._leases.holds)
+        self._session = Session(self._links.open, peers, hello, credits, self._leases.holds, content)
         self._previous: Batch | None = None
         self._closed = False
         self._run, self._recent, self._first_s = WaitHistogram(), WaitHistogram(), -1.0
@@ -134,6 +136,11 @@ class LoaderClient:
     def position(self) -> Cursor:
         """Cursor of the next batch to be handed over."""
         return self._session.position
+
+    @property
+    def content(self) -> str:
+        """What tells the shards that are read from others, to be saved with a cursor; "" before the first session."""
+        return self._session.content
 
     @property
     def reconnects(self) -> int:

@@ -21,17 +21,19 @@ Item = dict[str, torch.Tensor]
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `state_dict` holds: the cursor of the next micro-batch, and how many global steps are done."""
+    """What `state_dict` holds: the cursor of the next micro-batch, how many global steps are done, and the client's
+    `content`, which tells the shards that the cursor is a place in."""
 
     epoch: int = 0
     step: int = 0
     micro: int = 0
     steps_done: int = 0
+    content: str = ""
 
-    def behind(self, batch: Batch) -> "State":
+    def behind(self, batch: Batch, content: str) -> "State":
         """The state once `batch` is done."""
         after = batch.after
-        return State(after.epoch, after.step, after.micro, self.steps_done + batch.ends_step)
+        return State(after.epoch, after.step, after.micro, self.steps_done + batch.ends_step, content)
 
 
 class LoaderDataset(IterableDataset[Item]):
@@ -45,7 +47,7 @@ class LoaderDataset(IterableDataset[Item]):
         endpoint: the daemon's address.
         steps: global steps of the whole run, with those that a loaded state has behind it.
         data_ranks: data-parallel ranks.
-        options: all else that `LoaderClient` takes, but `cursor`.
+        options: all else that `LoaderClient` takes, but `cursor` and `content`.
     """
 
     def __init__(self, endpoint: str, steps: int, *, data_ranks: int = 1, **options: Any) -> None:
@@ -67,7 +69,7 @@ class LoaderDataset(IterableDataset[Item]):
             for batch in client:
                 item = _copied(batch)
                 batch.release()
-                self._state = self._state.behind(batch)
+                self._state = self._state.behind(batch, client.content)
                 yield item
 
     def __len__(self) -> int:
@@ -77,11 +79,11 @@ class LoaderDataset(IterableDataset[Item]):
                 self._micro_batches = client.connect().micro_batches
         return self._steps * self._micro_batches // self._data_ranks
 
-    def state_dict(self) -> dict[str, int]:
-        """The place behind the last item handed out, as plain numbers."""
+    def state_dict(self) -> dict[str, int | str]:
+        """The place behind the last item handed out, as plain numbers and a word."""
         return msgspec.structs.asdict(self._state)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Begin the next pass at this place.
 
         Raises:
@@ -95,7 +97,8 @@ class LoaderDataset(IterableDataset[Item]):
     def _client(self) -> LoaderClient:
         state = self._state
         cursor, left = Cursor(state.epoch, state.step, state.micro), self._steps - state.steps_done
-        return LoaderClient(self._endpoint, data_ranks=self._data_ranks, cursor=cursor, steps=left, **self._options)
+        options: dict[str, Any] = {"cursor": cursor, "content": state.content, "steps": left, **self._options}
+        return LoaderClient(self._endpoint, data_ranks=self._data_ranks, **options)
 
 
 def _copied(batch: Batch) -> Item:

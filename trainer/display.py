@@ -22,7 +22,7 @@ class Display(AbstractContextManager["Display"]):
     """Shows steps as they come, on one rank."""
 
     def __init__(self, first: int, steps: int, every: int) -> None:
-        self._steps, self._every = steps, max(1, every)
+        self._steps, self._every = steps, every
         columns = (
             TextColumn("step"),
             BarColumn(),

@@ -98,7 +98,7 @@ def join(config: RunConfig) -> Ranks:
     """Enter the process group a launcher (deepspeed, torchrun) describes, or a group of one without a launcher.
 
     Raises:
-        ConfigError: the device is not there, or the mesh does not fit the number of processes.
+        ConfigError: the device is not there, the mesh does not fit the number of processes, or they cannot meet.
     """
     _stand_alone()
     mps.join(config.loader)
@@ -111,9 +111,20 @@ def join(config: RunConfig) -> Ranks:
     device = _device(kind, int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if kind == "cuda" else "gloo"
     longest_s = max(2 * config.train.wait_s, config.train.checkpoint.write_s)
-    dist.init_process_group(backend, timeout=timedelta(seconds=longest_s + 60))
+    _meet(backend, longest_s + 60)
     torch.manual_seed(config.train.seed)
     return Ranks(mesh, dist.get_rank(), device)
+
+
+def _meet(backend: str, timeout_s: float) -> None:
+    """Enter the process group; two runs that a host's launchers give one port are told apart here."""
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        rule = f"is no place for the ranks to meet ({str(error).splitlines()[0]})"
+        remedy = "free it, or give the launcher another --master_port"
+        raise ConfigError("MASTER_ADDR:MASTER_PORT", place, rule, remedy) from None
 
 
 def device_kind(wanted: str) -> str:

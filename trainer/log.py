@@ -5,7 +5,8 @@ when the files are opened again, a half-written last line too.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 from shared.batch import Cursor
 from shared.consumed import Consumed
 from trainer.expert_stats import ExpertStats
+from trainer.saving import unwritable
 
 METRICS = "metrics.jsonl"
 
@@ -42,25 +44,40 @@ class StepLine(msgspec.Struct, frozen=True):
 
 
 class Lines:
-    """A file of JSON lines, each with the system as soon as it is written. Use as a context manager."""
+    """A file of JSON lines, each with the system as soon as it is written. Use as a context manager.
+
+    Every call raises CheckpointError where the system refuses to write: a run without its logs proves nothing.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._path = path
+        with self._told():
+            self._file = path.open("ab")
 
     def write(self, lines: Sequence[msgspec.Struct]) -> None:
         """Append lines."""
-        self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-        self._file.flush()
+        with self._told():
+            self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            self._file.flush()
 
     def sync(self) -> None:
         """Bring what was written to the disk, before a checkpoint that counts on it is committed."""
-        os.fsync(self._file.fileno())
+        with self._told():
+            os.fsync(self._file.fileno())
 
     def __enter__(self) -> "Lines":
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._file.close()
+        with self._told():
+            self._file.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise unwritable(self._path, error) from None
 
 
 def consumed_lines(run_dir: Path, data_rank: int, cursor: Cursor) -> Lines:

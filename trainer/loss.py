@@ -102,13 +102,13 @@ class _CrossEntropy(torch.autograd.Function):
 def _chunk(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, gradient: Tensor | None, compiled: bool) -> Tensor:
     """Summed loss of some places, in fp32; `gradient` [places, V], if given, is filled with its gradient."""
     sums_of: Callable[..., Tensor] = _compiled(_sums) if compiled else _sums
-    gradient_of: Callable[..., Tensor] = _compiled(_gradient) if compiled else _gradient
+    write_gradient: Callable[..., None] = _compiled(_write_gradient) if compiled else _write_gradient
     at = labels - vocabulary.rank * logits.shape[1]
     largest = vocabulary.largest(logits.amax(1).float())
     sums, label_logits = vocabulary.total(sums_of(logits, largest, at))
     labelled = labels != IGNORE
     if gradient is not None:
-        gradient.copy_(gradient_of(logits, largest, sums, at, labelled))
+        write_gradient(gradient, logits, largest, sums, at, labelled)
     losses: Tensor = (sums.log() - label_logits).masked_fill(~labelled, 0)
     return losses.sum()
 
@@ -121,11 +121,13 @@ def _sums(logits: Tensor, largest: Tensor, at: Tensor) -> Tensor:
     return torch.stack([apart.exp().sum(1), label_logits])
 
 
-def _gradient(logits: Tensor, largest: Tensor, sums: Tensor, at: Tensor, labelled: Tensor) -> Tensor:
-    """softmax - one-hot in the logits' dtype, zeros where a place has no label."""
+def _write_gradient(
+    gradient: Tensor, logits: Tensor, largest: Tensor, sums: Tensor, at: Tensor, labelled: Tensor
+) -> None:
+    """softmax - one-hot, zeros where a place has no label."""
     probs = (logits.float() - largest[:, None]).exp() / sums[:, None]
     hot = torch.arange(logits.shape[1], device=logits.device) == at[:, None]
-    return ((probs - hot.float()) * labelled[:, None]).to(logits.dtype)
+    gradient.copy_((probs - hot.float()) * labelled[:, None])
 
 
 def _scale(gradient: Tensor, outer: Tensor) -> None:

@@ -62,7 +62,8 @@ class Versioned(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True):
     """What a complete checkpoint holds. `step` steps are done; `cursor` is the first batch not yet consumed.
 
-    `layout` says in words what saved it; `signature` is a `Signature` of the version that did.
+    `layout` says in words what saved it; `signature` is a `Signature` of the version that did. `content` tells the
+    shards that the cursor is a place in from others ("" in older checkpoints).
     """
 
     step: int
@@ -71,6 +72,7 @@ class Manifest(msgspec.Struct, frozen=True):
     signature: dict[str, Any]
     files: dict[str, FileEntry]
     format: int = FORMAT
+    content: str = ""
 
 
 REMEDIES = {

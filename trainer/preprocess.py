@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shared.batch import BatchSpec, Cursor, batch_spec, groups
+from shared.errors import ConfigError
 from shared.model_sections import ModelSection
 from shared.sections import DataSection
 from trainer.audio_frontend import mel_filters_fm
@@ -120,7 +121,11 @@ class Transform:
 
 
 class Preprocessor:
-    """Call it on a batch, or iterate `prefetch(client)`, which overlaps copies with steps; one of them at a time."""
+    """Call it on a batch, or iterate `prefetch(client)`, which overlaps copies with steps; one of them at a time.
+
+    A batch with a token that the model has no embedding for raises ConfigError: on a GPU a look-up of it would end the
+    process without a name.
+    """
 
     def __init__(
         self, data: DataSection, model: ModelSection, device: torch.device | str, dtype: torch.dtype = torch.float32
@@ -130,6 +135,7 @@ class Preprocessor:
         specs = tuple(batch_spec(group) for group in groups(data))
         self._lane: EagerLane | GraphLane
         self._lane = GraphLane(transform, specs, device) if device.type == "cuda" else EagerLane(transform)
+        self._vocab = model.decoder.vocab
 
     def __call__(self, batch: Batch) -> DeviceBatch:
         """Copy and transform one batch; it is released as soon as its bytes are copied."""
@@ -160,6 +166,9 @@ class Preprocessor:
 
     def _stage(self, batch: Batch) -> Staged:
         started = time.perf_counter()
+        if (largest := int(batch.fields["tokens_T"].max())) >= self._vocab:
+            rule = f"has no place for token {largest}, which data.text.tokenizer gives"
+            raise ConfigError("model.decoder.vocab", self._vocab, rule, "set the tokenizer's size or more")
         payload = self._lane.stage(batch)
         return Staged(batch, payload, time.perf_counter() - started)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from shared.errors import writing
+
 ROWS = 40
 
 
@@ -17,8 +19,9 @@ def profiled(step: Callable[[], object], device: torch.device, folder: Path) -> 
         step()
         if cuda:
             torch.cuda.synchronize(device)
-    folder.mkdir(parents=True, exist_ok=True)
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
     text = profiler.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=90)
-    (folder / "kernels.txt").write_text(text)
+    with writing("--profile", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels.txt").write_text(text)
     profiler.export_chrome_trace(str(folder / "trace.json.gz"))

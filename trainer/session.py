@@ -75,6 +75,7 @@ class Session:
         position: cursor of the next batch to hand over.
         queue: batches received and not yet handed over, in order.
         granted: what the current session granted, None while there is none.
+        content: what the shards are that the position is a place in; "" until a daemon told it.
         opened: sessions opened so far. junk: messages that were none, or whose bytes did not come whole.
     """
 
@@ -85,9 +86,10 @@ class Session:
         hello: wire.Hello,
         credits: int,
         holds: Callable[[Cursor], bool],
+        content: str = "",
     ) -> None:
         self._open_link, self._peers, self._hello, self._credits = open_link, peers, hello, credits
-        self._holds = holds
+        self._holds, self.content = holds, content
         self.position = self._expected = hello.cursor
         self.queue: deque[Arrival] = deque()
         self.granted: Granted | None = None
@@ -275,6 +277,11 @@ class Session:
         if self._hello.digest and welcome.digest != self._hello.digest:
             both = f"data digest {welcome.digest}, this client's is {self._hello.digest}"
             raise ProtocolError(f"{self.name} serves {both}; start both from one run file")
+        if self.content and welcome.content and welcome.content != self.content:
+            both = f"other shards (content {welcome.content}) than those read so far ({self.content})"
+            remedy = "restore them, for a cursor is a place in these; or start anew in another train.run_dir"
+            raise ProtocolError(f"{self.name} serves {both}: some were added, taken out or rewritten; {remedy}")
+        self.content = welcome.content or self.content
 
     def _on_batch(self, header: wire.Batch, received: Received) -> None:
         if self.granted is None:

@@ -18,7 +18,6 @@ import torch
 
 from shared.batch import Cursor
 from shared.config import endpoints, run_dir
-from shared.errors import ConfigError
 from shared.logs import logger
 from shared.sections import RunConfig
 from shared.skips import is_skipped
@@ -34,10 +33,11 @@ from trainer.feed import Feed, Taken, check_same
 from trainer.flops import FlopCounter, mfu, peak_tflops
 from trainer.launch import Ranks
 from trainer.log import Lines, StepLine, consumed_lines, cut_unopened, step_lines
-from trainer.manifest import complete, layout_of, signature_of
+from trainer.manifest import layout_of, signature_of
 from trainer.nonfinite import Skips, StepResult
 from trainer.optim import lr_at
 from trainer.preprocess import Preprocessor
+from trainer.run_folder import run_folder
 from trainer.trackers import Tracker, open_tracker
 from trainer.waits import Waits
 
@@ -45,10 +45,11 @@ _log = logger("train")
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Where a run begins: steps already done, and the first batch to read."""
+    """Where a run begins: steps already done, the first batch to read, and the shards that it is a place in."""
 
     step: int = 0
     cursor: Cursor = Cursor()
+    content: str = ""
 
 
 class Parts(msgspec.Struct):
@@ -101,11 +102,10 @@ def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
     Raises:
         MillstreamError: something expected went wrong; its kind and text say what.
     """
-    check_run_dir(config, ranks, resume)
     port = config.train.metrics_port and config.train.metrics_port + ranks.rank
     stop = Stop()
     page = MetricsPage(port, lambda: True, config.train.metrics_host, "train.metrics_port")
-    with stop_on_signals(stop), page, ExitStack() as stack:
+    with stop_on_signals(stop), page, run_folder(config, ranks, resume), ExitStack() as stack:
         engine = build_engine(config, ranks)
         checkpoints = build_checkpoints(config, ranks)
         start = load_start(checkpoints, engine, ranks, resume)
@@ -113,16 +113,6 @@ def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
         lines = run_steps(config, ranks, parts, start, stop)
     if ranks.is_main:
         show_summary(lines, ranks.device)
-
-
-def check_run_dir(config: RunConfig, ranks: Ranks, resume: bool) -> None:
-    """Make the run folder; refuse to overwrite another run's checkpoints."""
-    folder = run_dir(config)
-    used = not resume and ranks.is_main and any(complete(folder / "checkpoints"))
-    if ranks.any(used):
-        rule = "already holds checkpoints of a run"
-        raise ConfigError("train.run_dir", folder, rule, "continue it with --resume, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def build_checkpoints(config: RunConfig, ranks: Ranks) -> Checkpoints:
@@ -137,7 +127,7 @@ def load_start(checkpoints: Checkpoints, engine: Engine, ranks: Ranks, resume: b
     if resume and ranks.is_main:
         found = f"step {manifest.step}, {manifest.cursor}" if manifest else "no complete checkpoint: starting anew"
         _log.info("resume from %s: %s", checkpoints.folder, found)
-    return Start(manifest.step, manifest.cursor) if manifest else Start()
+    return Start(manifest.step, manifest.cursor, manifest.content) if manifest else Start()
 
 
 def build_parts(
@@ -177,6 +167,7 @@ def connect(config: RunConfig, ranks: Ranks, start: Start) -> LoaderClient:
         reader=here.index(ranks.rank),
         readers=len(here),
         cursor=start.cursor,
+        content=start.content,
         wait_s=config.train.wait_s,
         lane=lane,
         device=ranks.device,
@@ -327,7 +318,7 @@ def save(parts: Parts, step: int, cursor: Cursor) -> None:
         for lines in (parts.steps, parts.consumed):
             if lines:
                 lines.sync()
-        parts.checkpoints.save(parts.engine, step, cursor)
+        parts.checkpoints.save(parts.engine, step, cursor, parts.client.content if parts.client else "")
 
 
 @contextmanager

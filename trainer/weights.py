@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shared.errors import CheckpointError, ConfigError
+from shared.errors import CheckpointError, ConfigError, writing
 from shared.sections import RunConfig
 from trainer.models import build
 from trainer.models.hf import FAMILIES, Part, PartSection, from_hf, part_of, to_hf
@@ -57,15 +57,16 @@ def import_weights(config: RunConfig, folders: Mapping[Part, Path], out: Path) -
     """Write the parts in `folders` (each a `transformers` checkpoint) to one file of our names; return the names.
 
     Raises:
-        ConfigError: a config.json asks for another model than the run file's.
+        ConfigError: a config.json asks for another model than the run file's, or `out` cannot be written.
         CheckpointError: names or shapes do not fit.
     """
     found: dict[str, Tensor] = {}
     for part, folder in folders.items():
         found |= import_part(config, part, folder)
     check_fits("the import", {name: tensor.shape for name, tensor in found.items()}, build.shapes(config))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save_file(found, out, {"format": "pt"})
+    with writing("--out", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save(found, out)
     return sorted(found)
 
 
@@ -99,22 +100,29 @@ def export_weights(config: RunConfig, state: Mapping[str, Tensor], out: Path) ->
     Beside them lie files of our names: `projectors.safetensors`, and `cross_attention.safetensors` where there is any.
 
     Raises:
-        ConfigError: no `transformers` family can hold a section; nothing has been written then.
+        ConfigError: no `transformers` family can hold a section (nothing has been written then), or `out` cannot be
+            written.
     """
     parts: tuple[Part, ...] = ("vision", "audio", "decoder")
     sections: dict[Part, PartSection] = {part: getattr(config.model, part) for part in parts}
     configs = {p: config_to_hf(s, config.data.image.patch, config.data.batch.tokens) for p, s in sections.items()}
-    for part, section in sections.items():
-        folder = out / part
-        folder.mkdir(parents=True, exist_ok=True)
-        save_sharded(to_hf(state, family_of(section), section), folder)
-        (folder / CONFIG).write_text(json.dumps(configs[part], indent=2) + "\n")
+    with writing("--out", out):
+        for part, section in sections.items():
+            folder = out / part
+            folder.mkdir(parents=True, exist_ok=True)
+            save_sharded(to_hf(state, family_of(section), section), folder)
+            (folder / CONFIG).write_text(json.dumps(configs[part], indent=2) + "\n")
+        return [*(out / part for part in parts), *save_own(state, out)]
+
+
+def save_own(state: Mapping[str, Tensor], out: Path) -> list[Path]:
+    """The parts that `transformers` has no form for, a file each in `out`."""
     files = []
     for own in OWN_PARTS:
         if held := {name: x.contiguous() for name, x in state.items() if part_of(name) == own}:
             files.append(out / f"{own}.safetensors")
-            save_file(held, files[-1], {"format": "pt"})
-    return [*(out / part for part in parts), *files]
+            save(held, files[-1])
+    return files
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -152,14 +160,26 @@ def save_sharded(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int =
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / MODEL, {"format": "pt"})
+        save(shards[0], folder / MODEL)
         return
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, {"format": "pt"})
+        save(shard, folder / name)
     places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     total = sum(tensor.nbytes for tensor in tensors.values())
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+
+
+def save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: the system refuses it (the library wraps that into an error of its own).
+    """
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def open_tensors(path: Path) -> Any:

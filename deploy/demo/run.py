@@ -3,6 +3,7 @@
 Every part is the real program, started as a user would start it; logs and results land in `runs/demo`.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -129,8 +130,26 @@ def main(
     override: Annotated[list[str] | None, typer.Option("--set", help="run-file overrides, key.key=value")] = None,
 ) -> None:
     """Build the demo data, start the loader daemon, train with deepspeed, print a closing table, stop everything."""
+    with alone():
+        demo(steps, data.resolve(), override or [])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Hold the demo's folder, which a second demo would clear."""
+    RUN.parent.mkdir(exist_ok=True)
+    with RUN.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another demo is running in {RUN}: wait for its end, or stop it") from None
+        yield
+
+
+def demo(steps: int, data: Path, override: list[str]) -> None:
+    """The main job."""
     overrides = [f"--set=train.steps={steps}", f'--set=data.datasets=[{{name: demo, shards: ["{data}/demo-*.tar"]}}]']
-    overrides += [f"--set=data.text.tokenizer={data}/tokenizer.json", *(f"--set={o}" for o in override or [])]
+    overrides += [f"--set=data.text.tokenizer={data}/tokenizer.json", *(f"--set={o}" for o in override)]
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir(parents=True)
     started = time.monotonic()

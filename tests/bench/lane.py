@@ -103,7 +103,7 @@ def serving(config: RunConfig, images: int, pace_s: float) -> Iterator[Copier]:
     )
     workers: Any = copier
     quarantine = Quarantine(config.loader.quarantine, str)
-    jobs = {config.job: Job(config.job, config.data, Planner(config.data, facts))}
+    jobs = {config.job: Job(config.job, config.data, Planner(config.data, facts), "")}
     service = Service(config, jobs, quarantine, pool, workers, listener)
     listener.bind()
     thread = threading.Thread(target=Loop(config, listener, service, workers, signals).run, name="lane")

@@ -104,9 +104,8 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     for key in only or [key for key, layout in LAYOUTS.items() if layout.devices <= torch.cuda.device_count()]:
         began, told = time.monotonic(), folder / f"profile-{key}" if profile else None
-        with tempfile.TemporaryDirectory() as scratch:
-            options = [*demo_options(data, copies, folder / "data"), *LAYOUTS[key].options, *(override or [])]
-            found = measure(options, config, Path(scratch) / "run", warmup, steps, gpus, told, limit_s)
+        options = [*demo_options(data, copies, folder / "data"), *LAYOUTS[key].options, *(override or [])]
+        found = measure(options, config, folder / "runs" / key, warmup, steps, gpus, told, limit_s)
         result = Result(key, None, failure=found) if isinstance(found, str) else Result(key, *found)
         (folder / f"{key}.json").write_bytes(msgspec.json.encode(result))
         typer.echo(f"{key}, {time.monotonic() - began:.0f} s: {result.failure or in_words(result)}")

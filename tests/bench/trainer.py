@@ -5,6 +5,7 @@ Variants of one run file, one after the other on one machine, each with a loader
 """
 
 import json
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -63,9 +64,12 @@ def measure(
 ) -> tuple[Numbers, Decoded] | str:
     """Numbers of a run file with `options`, or what went wrong: the last lines that the trainer said.
 
-    `gpus` are the devices, such as "0,1"; the first ones where it is empty.
+    `gpus` are the devices, such as "0,1"; the first ones where it is empty. `folder` is made anew; the trainer's log
+    lies there.
     """
-    folder.mkdir()
+    folder = folder.resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     page = free_port()
     run = load(config, [*options, f"loader.metrics_port={page}", f"loader.endpoint=ipc://{folder}/l.sock"])
     path, out = folder / "run.yaml", folder / "numbers.json"
@@ -93,7 +97,7 @@ def measure(
 
 def demo_options(data: Path, copies: int, folder: Path) -> list[str]:
     """Overrides that name the demo data, listed `copies` times."""
-    shards = [f"{each}/demo-*.tar" for each in copied(data.resolve(), copies, folder)]
+    shards = [f"{each}/demo-*.tar" for each in copied(data.resolve(), copies, folder.resolve())]
     named = f"data.datasets=[{{name: demo, shards: {json.dumps(shards)}}}]"
     return [named, f"data.text.tokenizer={data.resolve()}/tokenizer.json"]
 
@@ -147,7 +151,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"variants: {', '.join(VARIANTS)}; all without")] = None,
     copies: Annotated[int, typer.Option(help="how often the data is listed: few samples do not fill large packs")] = 1,
     folder: Annotated[
-        Path | None, typer.Option(help="where the copies and their indexes are kept for another run")
+        Path | None, typer.Option(help="where the copies, their indexes and the runs' logs are kept")
     ] = None,
     override: Annotated[list[str] | None, typer.Option("--set", help="run-file overrides for every variant")] = None,
     warmup: Annotated[int, typer.Option(help="steps before the measured ones")] = 4,
@@ -159,12 +163,13 @@ def main(
     """Measure and write a dated table."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        options = [*demo_options(data, copies, (folder or Path(scratch)) / "data"), *(override or [])]
+        place = folder or Path(scratch)
+        options = [*demo_options(data, copies, place / "data"), *(override or [])]
         for key in only or VARIANTS:
             variant = VARIANTS[key]
             counts = (0, long_steps) if variant.long else (warmup, steps)
             result = measure(
-                [*options, *variant.options], config, Path(scratch) / key, *counts, gpus, profile and profile / key
+                [*options, *variant.options], config, place / "runs" / key, *counts, gpus, profile and profile / key
             )
             found[variant.name] = result if isinstance(result, str) else result[0]
             typer.echo(f"{variant.name}: {said(found[variant.name])}")

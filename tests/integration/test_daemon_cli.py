@@ -44,6 +44,32 @@ def test_index_shows_shards_problems_groups_and_padding(tmp_path: Path) -> None:
         assert word in shown.stdout
 
 
+def test_index_shows_what_is_wrong_where_no_sample_is_good(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_tar(tmp_path / "data" / "bad.tar", [("a.jpg", b"<html>"), ("a.txt", b"x")])
+    path, _ = make_run_file(tmp_path)
+    shown = run("index", "--config", str(path))
+    assert shown.returncode == 2
+    assert "junk_image" in shown.stdout
+    assert "good samples, 0" in shown.stderr
+
+
+def test_a_ready_file_that_cannot_be_written_is_refused_by_name_and_leaves_nothing(tmp_path: Path) -> None:
+    path, config = make_run(tmp_path, 8, 1)
+    shown = run("serve", "--config", str(path), "--ready-file", str(path / "ready"))
+    assert shown.returncode == 2
+    assert f"--ready-file ({path}/ready) cannot be written (Not a directory)" in shown.stderr
+    assert list((tmp_path / "shm").iterdir()) == []
+    assert not Path(config.loader.endpoint.removeprefix("ipc://")).exists()
+
+
+def test_keys_that_cannot_be_written_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    shown = run("keys", str(tmp_path / "file" / "keys"))
+    assert shown.returncode == 2
+    assert "cannot be written (Not a directory)" in shown.stderr
+
+
 def test_an_unknown_key_is_refused_in_one_line_with_the_nearest_name(tmp_path: Path) -> None:
     path, _ = make_run(tmp_path, 8, 1)
     shown = run("serve", "--config", str(path), "--set", "loader.wrokers=2")

@@ -42,6 +42,7 @@ class FakeDaemon:
         self.payload_frames: Frames = lambda payload: [payload]
         self.segment_path = self.pool.segment.path
         self.mute = False
+        self.content = ""
         self.heartbeat_s = 0.2
         self.batches_left = 1_000_000
         self._groups = groups(data)
@@ -124,6 +125,7 @@ class FakeDaemon:
             self.heartbeat_s,
             self.micro_batches,
             tuple(self.specs),
+            content=self.content,
         )
 
     def _serve(self, socket: "zmq.Socket[bytes]") -> None:

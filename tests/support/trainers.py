@@ -104,8 +104,8 @@ def rank_processes(group: int) -> dict[int, int]:
 
 def verify(config: Path, run_dir: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
     """`millstream-loader verify` over the run's consumed logs."""
-    logs = [flag for path in sorted(run_dir.glob("consumed-*.jsonl")) for flag in ("--consumed", str(path))]
-    command = [sys.executable, "-m", "dataloader_svc", "verify", "--config", str(config), *logs, *flags]
+    command = [sys.executable, "-m", "dataloader_svc", "verify", "--config", str(config)]
+    command += ["--consumed", str(run_dir), *flags]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -7,12 +7,7 @@ row is ever empty. `cu_seqlens` gives the same cuts as bounds over the B x L pla
 
 import importlib.util
 import math
-import os
-import warnings
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared.errors import ConfigError
+from trainer.models.flash4 import flash4
 
 Backend = Literal["math", "sdpa", "flash4"]
 
@@ -69,8 +65,7 @@ def attention(
     Without segments a sequence is one segment. `flash4` needs `cu_seqlens` (int32) wherever there are segments.
     """
     if backend == "flash4" and q_BLHD.numel():
-        mixed: Tensor = _flash4(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
-        return mixed
+        return flash4(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
     run = _math if backend == "math" or not q_BLHD.numel() else _sdpa
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
     return run(q, k, v, causal, segments_BL).transpose(1, 2)
@@ -116,32 +111,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, segments_BL: Tensor | N
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
     with sdpa_kernel(CUDNN_FIRST, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # its own compiler makes these kernels
-def _flash4(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool, cu_seqlens: Tensor | None) -> Tensor:
-    dense, varlen = _flash4_functions()
-    if cu_seqlens is None:
-        return _first(dense(q_BLHD, k_BLGD, v_BLGD, causal=causal))
-    q, k, v = (x.flatten(0, 1) for x in (q_BLHD, k_BLGD, v_BLGD))
-    out = varlen(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=causal)
-    return _first(out).view_as(q_BLHD)
-
-
-def _first(out: Any) -> Tensor:
-    found: Tensor = out[0] if isinstance(out, tuple) else out
-    return found
-
-
-@cache
-def _flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Dense and variable-length attention; what they compile is kept on disk, once for a machine and user."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "flash-attention-4"))
-    warnings.filterwarnings("ignore", ".*cannot be converted to a JitArgument.*", UserWarning)
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
-    return flash_attn_func, flash_attn_varlen_func
 
 
 def _has_flash4() -> bool:

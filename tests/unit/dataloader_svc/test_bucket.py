@@ -1,16 +1,21 @@
 """From facts to groups, lengths and padding shares."""
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import pytest
 
-from dataloader_svc.bucket import Columns, assign, clip_tokens, nearest_bucket, padding_share, sample_tokens
+from dataloader_svc.bucket import Columns, assign, clip_tokens, nearest, padding_share, sample_tokens
 from shared.batch import Bucket, buckets, groups
 from shared.sections import AudioSection, ImageSection
 from tests.support.columns import columns, pictures
 from tests.support.tars import data_section
+
+
+def nearest_bucket(height: int, width: int, choices: Sequence[Bucket]) -> int:
+    return int(nearest(np.array([height]), np.array([width]), choices)[0])
 
 
 def test_the_nearest_bucket_is_nearest_by_log_ratio() -> None:

@@ -159,6 +159,7 @@ def test_bad_audio_has_its_reason() -> None:
         with pytest.raises(SampleError) as caught:
             audio_info(data, AudioSection(max_s=2.5))
         assert caught.value.reason == reason
+        assert " at 0x" not in caught.value.detail
     assert audio_info(tone(2.5), AudioSection(max_s=2.5))[0] == 40_000
 
 

@@ -90,8 +90,8 @@ def test_a_weight_on_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ([{"weight": 0}], r"data.datasets.d0.weight \(0.0\) must be above 0"),
-        ([{"weight": float("nan")}], "must be above 0"),
+        ([{"weight": 0}], r"data.datasets\[0\].weight \(0\) must be above 0"),
+        ([{"weight": float("nan")}], r"data.datasets\[0\].weight \(nan\) must be a finite number"),
         ([{"weight": 1, "repeat_limit": 0}], r"repeat_limit \(0\) must be at least 1"),
         ([{"repeat_limit": 2}], "has no effect without a weight"),
         ([{"weight": 0.6}, {"weight": 0.4}, {}], r"data.datasets.weight \(1\) must be below 1 in all"),

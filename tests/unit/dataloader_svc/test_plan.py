@@ -1,5 +1,6 @@
 """The order: each sample once, one shape a round, the same for any number of ranks, places and processes."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,14 +10,18 @@ from typing import Literal
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
 from dataloader_svc.bucket import Columns, assign, sample_tokens
+from dataloader_svc.daemon import describe
 from dataloader_svc.epoch import pack_starts
 from dataloader_svc.hashing import mix64, shuffled
 from dataloader_svc.plan import SPARES, Pack, Planner
+from dataloader_svc.tables import show_plan
 from shared.batch import Cursor, groups
 from shared.errors import ConfigError, ProtocolError
 from shared.sections import AudioSection, BatchSection, DataSection, TextSection
+from shared.telemetry import REGISTRY
 from tests.support.columns import columns, pictures
 from tests.support.media import sample, write_tar
 from tests.support.tars import built, data_section
@@ -147,6 +152,11 @@ def test_a_bucket_smaller_than_a_pack_is_trained_under_pad_and_counted_under_dro
     ids = [i for p in rank_packs(drop, 0, 0, 1) for i in p.sample_ids]
     summary = drop.summary(0)
     assert (summary.samples, summary.dropped_samples) == (len(ids), 19 - len(ids))
+    describe(drop)
+    assert REGISTRY.get_sample_value("loader_samples_dropped") == 19 - len(ids)
+    console = Console(file=io.StringIO(), record=True)
+    show_plan(console, summary)
+    assert f"Left out as data.batch.leftovers asks: {19 - len(ids)} good samples" in console.export_text()
     assert not {16, 17, 18} & set(ids)
 
 

@@ -68,6 +68,16 @@ def test_a_share_at_the_limit_is_borne() -> None:
 
 def test_what_the_index_left_out_counts_but_stops_nothing() -> None:
     quarantine = make(max_consecutive=1, max_share=0.0, after_samples=1)
-    quarantine.record_index([("junk_image", "part-0.tar k1")] * 50)
+    quarantine.record_index([("junk_image", "part-0.tar k1")] * 50, 50, 100)
     quarantine.record(1, [])
     assert quarantine.reasons["junk_image"] == 50
+
+
+def test_a_large_share_left_out_by_the_index_is_an_alarm_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("millstream").propagate = True
+    for left_out, alarms in ((20, 0), (21, 1)):
+        caplog.clear()
+        make(max_share=0.2).record_index([("junk_image", "part-0.tar k1")] * left_out, left_out, 100)
+        told = [text for text in caplog.messages if "max_share would bear" in text]
+        assert len(told) == alarms
+        assert all("21 of 100 samples are left out" in text and "junk_image 21" in text for text in told)

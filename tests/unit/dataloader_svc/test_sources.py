@@ -81,6 +81,18 @@ def test_a_shard_that_changes_while_it_is_read_is_noticed(server: RangeServer) -
         reader.read(f"{server.url}/big.tar", 0, 5)
 
 
+@pytest.mark.parametrize("size", [SIZE, SIZE + 512])
+def test_a_local_shard_that_changes_while_it_is_open_is_noticed(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "big.tar"
+    path.write_bytes(bytes(SIZE))
+    os.utime(path, ns=(1, 1))
+    reader = Reader()
+    assert reader.read(str(path), 0, 5) == bytes(5)
+    path.write_bytes(os.urandom(size))
+    with pytest.raises(ShardError, match="changed since it was opened: index it again"):
+        reader.read(str(path), 0, 5)
+
+
 def test_a_shard_that_changed_since_it_was_indexed_is_not_read(server: RangeServer) -> None:
     url = f"{server.url}/big.tar"
     expected = {url: Store().fingerprint(url)}

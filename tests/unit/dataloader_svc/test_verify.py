@@ -1,5 +1,7 @@
 """Exactly once, proven from logs: with steps passed over, after a change of ranks, with repeats in one batch."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from dataloader_svc import verify
 from dataloader_svc.plan import Planner
 from shared.batch import Cursor
 from shared.consumed import Consumed
+from shared.errors import DataError
 from shared.sections import BatchSection, DataSection, DatasetSection
 from tests.support.columns import columns
 from tests.support.consuming import logs
@@ -134,3 +137,13 @@ def test_a_dataset_repeated_within_one_batch_is_clean_and_counted_sample_by_samp
         assert not verify.check(
             mixed, data, [[more if other == line else other for other in log] for log in found]
         ).clean
+
+
+def test_a_folder_stands_for_the_logs_of_all_its_data_ranks_and_has_some(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no consumed-\*\.jsonl"):
+        verify.read_logs([tmp_path])
+    for rank, log in enumerate(logs(planner(), Cursor(), 4, 2)):
+        (tmp_path / f"consumed-{rank}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in log))
+    found = verify.read_logs([tmp_path])
+    assert [{line.data_rank for line in log} for log in found] == [{0}, {1}]
+    assert verdict(found).clean

@@ -21,7 +21,7 @@ def refusal(tmp_path: Path, *overrides: str, **changes: dict[str, Any]) -> Confi
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
     error = refusal(tmp_path, "data.image.pixel_buget=4096")
-    assert str(error) == "data.image.pixel_buget (set) is not a key of the run file; did you mean pixel_budget?"
+    assert str(error) == "data.image.pixel_buget (4096) is not a key of the run file; did you mean pixel_budget?"
 
 
 def test_an_unknown_key_inside_a_list_is_found_too(tmp_path: Path) -> None:

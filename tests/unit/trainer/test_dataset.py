@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ProtocolError
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.runs import run_config
 from trainer.dataset import Item, LoaderDataset
@@ -17,10 +17,15 @@ STEPS, MICRO_BATCHES = 5, 2
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path) -> Iterator[str]:
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
     data = run_config(tmp_path, "none.tar").data
     with FakeDaemon(f"ipc://{tmp_path}/loader.sock", tmp_path, data, MICRO_BATCHES) as daemon:
-        yield daemon.endpoint
+        yield daemon
+
+
+@pytest.fixture
+def endpoint(daemon: FakeDaemon) -> str:
+    return daemon.endpoint
 
 
 def dataset(endpoint: str, steps: int = STEPS) -> LoaderDataset:
@@ -45,6 +50,16 @@ def test_a_loaded_state_goes_on_at_the_next_item(endpoint: str) -> None:
     begun = list(islice(first, 3))  # in the middle of a step
     second.load_state_dict(first.state_dict())
     assert same(begun + list(second), whole)
+
+
+def test_a_state_does_not_go_on_over_other_shards(daemon: FakeDaemon, endpoint: str) -> None:
+    daemon.content = "one"
+    first, second = dataset(endpoint), dataset(endpoint)
+    list(islice(first, 3))
+    second.load_state_dict(first.state_dict())
+    daemon.content = "two"
+    with pytest.raises(ProtocolError, match="other shards"):
+        next(iter(second))
 
 
 def test_each_pass_goes_on_where_the_last_one_ended(endpoint: str) -> None:

@@ -44,7 +44,7 @@ def refusal(tmp_path: Path, *overrides: str, **changes: dict[str, Any]) -> str:
         (["model.decoder.expert_every=3"], "must be at most model.decoder.depth, 2, or no block has experts"),
         (["model.decoder.expert_every=0"], "must be at least 1"),
         (["model.decoder.capacity_factor=-1.0"], "must be at least 0"),
-        (["model.decoder.balance_loss=.nan"], "model.decoder.balance_loss (nan) must be at least 0"),
+        (["model.decoder.balance_loss=.nan"], "model.decoder.balance_loss (nan) must be a finite number"),
     ],
 )
 def test_each_rule_is_said_in_words(tmp_path: Path, overrides: list[str], words: str) -> None:

@@ -19,7 +19,7 @@ from trainer.models.hf import from_hf, to_hf
 from trainer.models.hf_config import config_to_hf, family_from_hf, family_of, section_from_hf
 from trainer.models.moe import ExpertBlock
 from trainer.models.vision import VisionTower
-from trainer.weights import read_config, read_tensors, save_sharded
+from trainer.weights import read_config, read_tensors, save, save_sharded
 
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 
@@ -220,3 +220,9 @@ def test_siglips_pixels_have_mean_and_deviation_one_half() -> None:
     pixels = torch.randint(0, 256, (1, 16, 16, 3), dtype=torch.uint8)
     values = Patches(PATCH, torch.device("cpu"), section_from_hf({"model_type": "siglip"}).pixels)(pixels)
     torch.testing.assert_close(values, patches((pixels.permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5), **CLOSE)
+
+
+def test_a_file_that_the_system_refuses_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"Not a directory|os error 20"):
+        (tmp_path / "file").write_text("")
+        save({"x": torch.zeros(1)}, tmp_path / "file" / "x.safetensors")

@@ -7,7 +7,8 @@ import pytest
 
 from shared.batch import Cursor
 from shared.consumed import Consumed
-from trainer.log import StepLine, consumed_lines, cut_unopened, step_lines
+from shared.errors import CheckpointError
+from trainer.log import Lines, StepLine, consumed_lines, cut_unopened, step_lines
 
 
 def consumed(epoch: int, step: int, micro: int) -> Consumed:
@@ -53,3 +54,9 @@ def test_logs_of_data_ranks_that_are_no_more_are_cut_too(tmp_path: Path) -> None
             lines.write([consumed(0, step, 0) for step in range(3)])
     cut_unopened(tmp_path, 1, Cursor(0, 2, 0))
     assert [len((tmp_path / f"consumed-{rank}.jsonl").read_text().splitlines()) for rank in (0, 1, 2)] == [3, 2, 2]
+
+
+def test_a_log_that_the_disk_refuses_ends_the_run_with_its_name() -> None:
+    words = r"/dev/full cannot be written \(No space left on device\); make room"
+    with pytest.raises(CheckpointError, match=words), Lines(Path("/dev/full")) as lines:
+        lines.write([step_line(0)])

@@ -5,11 +5,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from shared.batch import groups
+from shared.errors import ConfigError
 from shared.sections import RunConfig
 from tests.support import whisper
 from tests.support.fake_daemon import FakeDaemon
@@ -74,6 +76,19 @@ def test_patches_run_over_row_column_channel():
     assert found.shape == (2, 2, 3, 768)
     colour = (pixels[1, 16 + 5, 32 + 7].float() / 255 - torch.tensor(CLIP_MEAN)) / torch.tensor(CLIP_STD)
     assert torch.equal(found[1, 1, 2].reshape(16, 16, 3)[5, 7], colour)
+
+
+def test_a_token_without_an_embedding_is_an_error_of_the_run_file(client: LoaderClient, config: RunConfig):
+    batch = next(client)
+    largest = int(batch.fields["tokens_T"].max())
+    for vocab, fits in ((largest, False), (largest + 1, True)):
+        decoder = msgspec.structs.replace(config.model.decoder, vocab=vocab)
+        preprocess = Preprocessor(config.data, msgspec.structs.replace(config.model, decoder=decoder), "cpu")
+        if fits:
+            assert int(preprocess(batch).tensors.tokens_T.max()) == largest
+        else:
+            with pytest.raises(ConfigError, match=rf"model.decoder.vocab \({vocab}\) has no place for token {largest}"):
+                preprocess(batch)
 
 
 def test_every_group_has_the_shapes_of_its_layout(client: LoaderClient, config: RunConfig):

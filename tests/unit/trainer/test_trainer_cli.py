@@ -1,6 +1,7 @@
 """The command line: launchers' arguments, exit codes, and errors in one line."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,8 @@ def test_an_exit_code_tells_the_kind(error: Exception, code: int) -> None:
     assert exit_code(error) == code
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+def run(*arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | more
     command = [sys.executable, "-m", "trainer", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
@@ -74,3 +75,25 @@ def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
     done = run("train", "--config", str(config))
     assert done.returncode == 2, done.stderr
     assert "already holds checkpoints of a run; continue it with --resume" in done.stderr
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    config = run_file(tmp_path, "part-{0..0}.tar")
+    done = run("train", "--config", str(config), f"--set=train.run_dir={config}/run")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"millstream-trainer: train.run_dir ({config}/run) cannot be written (Not a directory); "
+        "make room and rights for it there, or name another place\n"
+    )
+
+
+def test_a_port_that_another_run_has_is_refused_by_number(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        config = run_file(tmp_path, "part-{0..0}.tar")
+        done = run("train", "--config", str(config), "--set=mesh.data=2", **ranks)
+    assert done.returncode == 2, done.stderr
+    assert f"MASTER_ADDR:MASTER_PORT (127.0.0.1:{port}) is no place for the ranks to meet" in done.stderr
+    assert "EADDRINUSE" in done.stderr and done.stderr.endswith("give the launcher another --master_port\n")
+    assert "Traceback" not in done.stderr
