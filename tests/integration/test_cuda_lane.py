@@ -172,13 +172,14 @@ def test_a_part_waits_for_the_task_of_a_session_that_is_over(
     """Its late pixels must not land under a batch of the next session, which lends the same memory."""
     with client_of(config) as client:
         slots = [look(batch) for batch in client]
+    ahead = config.loader.slots_per_stream
     with client_of(config, allocator) as client:
         first = [look(next(client)) for _ in range(3)]
-        eventually(lambda: client.poll(0.05) and not pool.tasks)
+        eventually(lambda: client.poll(0.05) and pool.last == slots[2 + ahead - 1][2])  # one held, all slots filled
         pool.held = pool.newest_first = True
-        first += [look(next(client)) for _ in range(config.loader.slots_per_stream - 1)]
+        first += [look(next(client)) for _ in range(ahead - 1)]
         client._previous.release()  # type: ignore[union-attr]
-        eventually(lambda: client.poll(0.05) or len(pool.tasks) == config.loader.slots_per_stream)
+        eventually(lambda: client.poll(0.05) or len(pool.tasks) == ahead)
         assert any(task.target for task in pool.tasks)
         client._session.lose("a test wants it")
         eventually(lambda: client.poll(0.01) or client._session.opened == 2)

@@ -35,11 +35,13 @@ JOIN_S = 20.0
 class InlinePool:
     """Stands where the pool of decode workers does; `held` leaves tasks unfilled and memory mapped for a while.
 
-    `newest_first` fills as a pool may in which one worker is stuck: the oldest task is done last.
+    `newest_first` fills as a pool may in which one worker is stuck: the oldest task is done last. `last` are the
+    samples of the batch filled last.
     """
 
     def __init__(self, config: RunConfig, index: Index, slots: SlotPool, gpu: HostGpu) -> None:
         self.device, self.held, self.newest_first = UUID, False, False
+        self.last: tuple[int, ...] = ()
         self._decoder = Decoder(config.data, config.loader)
         lent: Any = gpu
         self._lent = LentParts(lent)
@@ -67,7 +69,9 @@ class InlinePool:
         task = self.tasks.pop() if self.newest_first else self.tasks.popleft()
         if self.tasks:
             os.eventfd_write(self._event, 1)
-        return [self._filler.fill(task, self._slots.segment.payload(task.slot), print)]
+        done = self._filler.fill(task, self._slots.segment.payload(task.slot), print)
+        self.last = done.sample_ids
+        return [done]
 
     def tick(self) -> None:
         """Nothing can die here."""
