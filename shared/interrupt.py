@@ -1,5 +1,7 @@
-"""Ctrl-C of a console script: one line and exit code 130, from its first import on. This module imports next to nothing,
-and a script's entry imports this one first."""
+"""Ctrl-C of a console script: one line and exit code 130, from its first import on.
+
+This module imports next to nothing, and a script's entry imports it first.
+"""
 
 import sys
 from collections.abc import Callable

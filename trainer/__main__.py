@@ -1,4 +1,4 @@
-"""The console script `millstream-trainer`, which `python -m trainer` is too: what `deepspeed --module trainer` starts."""
+"""The console script `millstream-trainer`, which `python -m trainer` is too; `deepspeed --module trainer` starts it."""
 
 from shared.interrupt import told
 
