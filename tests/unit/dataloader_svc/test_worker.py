@@ -260,9 +260,10 @@ def test_a_worker_whose_daemon_died_while_it_started_ends_without_a_word(shop: S
 def test_a_killed_worker_is_replaced_and_its_batches_are_the_same(shop: Shop, house: House) -> None:
     tasks = tasks_of(shop)
     undisturbed = {i: report.checksum for i, report in house.run(tasks).items()}
+    (victim,) = house.pool.pids()
+    os.kill(victim, signal.SIGSTOP)
     for task in tasks:
         house.pool.submit(task)
-    (victim,) = house.pool.pids()
     os.kill(victim, signal.SIGKILL)
     again = house.collect({task.id for task in tasks})
     assert {i: report.checksum for i, report in again.items()} == undisturbed
