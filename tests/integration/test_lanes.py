@@ -19,7 +19,7 @@ from shared.wire import Bye, Failure
 from tests.support.daemons import ROOT, Daemon, make_run, serving, wait_until
 from tests.support.keys import make_keys
 from tests.support.ports import free_port, has_ipv6
-from tests.support.reader import RawReader
+from tests.support.reader import RawReader, left_behind
 from tests.support.site import Site
 from trainer.client import LoaderClient
 
@@ -46,7 +46,7 @@ READS_LITTLE = """
 import sys, time
 from shared.config import load
 from shared.wire import Heartbeat
-from tests.support.reader import RawReader
+from tests.support.reader import RawReader, left_behind
 reader = RawReader(load(sys.argv[1]), address=sys.argv[2], lane="tcp", slow=True)
 reader.join(credits=9)
 print("here", flush=True)
@@ -197,6 +197,20 @@ def test_a_frozen_reader_gives_its_slots_back_when_its_lease_ends(tmp_path: Path
             other.join(credits=4)
             assert len({other.batch().slot for _ in range(4)}) == 4
             other.bye()
+
+
+def test_a_frozen_reader_does_not_keep_a_daemon_that_is_told_to_stop(tmp_path: Path) -> None:
+    """Its frames can never be sent; nothing is lost by that, for it comes back with its cursor."""
+    address, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+    loader = {"listen": address, "metrics_port": port, "slots_per_stream": 4, "max_streams": 1}
+    path, config = make_run(tmp_path, loader=loader, data=LARGE)
+    with serving(path) as daemon, lazy_reader(path, address) as reader:
+        watched = Site(path, config, daemon)
+        wait_until(lambda: watched.metric("loader_batches_sent_total") == 4, "every slot is on its way")
+        reader.send_signal(signal.SIGSTOP)
+        assert daemon.terminate() == 0
+        assert "stopped with 4 leases out" in daemon.log
+    assert left_behind(tmp_path / "shm") == []
 
 
 def test_a_job_that_is_stuck_or_greedy_starves_no_other(tmp_path: Path) -> None:
