@@ -263,11 +263,21 @@ def age(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(b'{"step": 2, "files": {}}')
 
 
+def lose_sectors(folder: Path) -> None:
+    """A file of as many bytes as were saved that the system cannot read: page 0 of a process's memory."""
+    (folder / FILE).unlink()
+    (folder / FILE).symlink_to("/proc/self/mem")
+    tree = msgspec.json.decode((folder / "manifest.json").read_bytes())
+    tree["files"][FILE]["size_bytes"] = (folder / FILE).stat().st_size
+    (folder / "manifest.json").write_bytes(msgspec.json.encode(tree))
+
+
 DAMAGES = [
     (cut, "0 bytes"),
     (flip, "damaged"),
     (lose, "state-00000"),
     (add, "weights2"),
+    (lose_sectors, r"cannot be read \(Input/output error\)"),
     (unlist, "read"),
     (scrawl, "not a"),
     (age, "is of format 1, this version reads 2: load it with the version that saved it"),
@@ -352,6 +362,21 @@ def test_only_the_newest_are_kept(store: Checkpoints) -> None:
     for step in range(1, 6):
         save(store, step, step)
     assert sorted(p.name for p in store.folder.glob("step-*")) == [f"step-{s:08d}" for s in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_one_that_a_run_went_back_behind_pushes_no_good_one_out(
+    config: RunConfig, ranks: Ranks, keep: int
+) -> None:
+    store = checkpoints(config, ranks)
+    save(store, 1, 1)
+    cut(save(store, 9, 9))
+    assert loaded(store) == (1, 1)
+    store = checkpoints(changed(config, ["train", "keep"], keep), ranks)
+    for step in (2, 3, 4):
+        save(store, step, step)
+        assert loaded(store) == (step, step)
+    assert sorted(p.name for p in store.folder.glob("step-*"))[:-1] == [f"step-{s:08d}" for s in range(5 - keep, 5)]
 
 
 def test_saving_a_step_again_replaces_it(store: Checkpoints) -> None:
