@@ -58,7 +58,7 @@ def deviation(all_ids: list[list[int]], rank: int, group: ExpertGroup) -> float:
 def seeded_block() -> ExpertBlock:
     """The same block every time."""
     torch.manual_seed(0)
-    return ExpertBlock(SECTION, "sdpa")
+    return ExpertBlock(SECTION, "sdpa", 64)
 
 
 def main() -> None:

@@ -52,9 +52,11 @@ def layers(config: RunConfig, backend: Backend) -> list[Layer]:
         ConfigError: the model cannot be laid out like this.
     """
     check(config)
-    decoder = config.model.decoder
+    decoder, places = config.model.decoder, config.data.batch.tokens
     kinds = [ExpertBlock if block in decoder.expert_blocks else DecoderBlock for block in range(decoder.depth)]
-    blocks = [Layer(kind, (decoder, backend, block in decoder.cross_blocks)) for block, kind in enumerate(kinds)]
+    blocks = [
+        Layer(kind, (decoder, backend, places, block in decoder.cross_blocks)) for block, kind in enumerate(kinds)
+    ]
     return [Layer(Encode, (config.model, config.data, backend)), *blocks, Layer(Head, (decoder,))]
 
 

@@ -25,11 +25,11 @@ class AttentionBlock(nn.Module, ABC):
     Cross-attention, if any, comes before both. Subclasses end their construction with `finish`.
     """
 
-    def __init__(self, section: DecoderSection, backend: Backend) -> None:
+    def __init__(self, section: DecoderSection, backend: Backend, places: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.backend = section.heads, section.kv_heads, backend
-        self.theta = section.rope_theta
         head, bias = section.head_size, section.qkv_bias
+        self.rotary = Rotary(places, head, section.rope_theta)
         self.attention_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
         self.q = nn.Linear(section.dim, section.heads * head, bias=bias)
         self.k = nn.Linear(section.dim, section.kv_heads * head, bias=bias)
@@ -59,7 +59,7 @@ class AttentionBlock(nn.Module, ABC):
         q = self.q(x_TC).unflatten(-1, (self.heads, -1))
         k = self.k(x_TC).unflatten(-1, (self.kv_heads, -1))
         v = self.v(x_TC).unflatten(-1, (self.kv_heads, -1))
-        cos, sin = rotary(positions_T, q.shape[-1], self.theta)
+        cos, sin = self.rotary(positions_T)
         mixed = attention(
             rotate(q, cos, sin)[None],
             rotate(k, cos, sin)[None],
@@ -76,8 +76,8 @@ class AttentionBlock(nn.Module, ABC):
 class DecoderBlock(AttentionBlock):
     """A block with one SwiGLU network."""
 
-    def __init__(self, section: DecoderSection, backend: Backend, crosses: bool = False) -> None:
-        super().__init__(section, backend)
+    def __init__(self, section: DecoderSection, backend: Backend, places: int, crosses: bool = False) -> None:
+        super().__init__(section, backend, places)
         self.mlp_norm = nn.RMSNorm(section.dim, eps=section.norm_eps)
         self.gate = nn.Linear(section.dim, section.mlp, bias=False)
         self.up = nn.Linear(section.dim, section.mlp, bias=False)
@@ -106,11 +106,24 @@ class Head(nn.Module):
         return logits
 
 
-def rotary(positions_T: Tensor, head: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, head / 2] in fp32 of the rotary angles (Su et al. 2021)."""
-    at = torch.arange(0, head, 2, device=positions_T.device)
-    angles = positions_T[:, None].float() * theta ** (-at / head)
-    return angles.cos()[:, None], angles.sin()[:, None]
+class Rotary(nn.Module):
+    """Positions below `places` -> cos and sin [T, 1, head / 2] in fp32 of the rotary angles (Su et al. 2021).
+
+    Looked up: worked out for every head and layer anew, angles took a compiled block three times as long as its memory.
+    """
+
+    bits_P21D: Tensor
+
+    def __init__(self, places: int, head: int, theta: float) -> None:
+        super().__init__()
+        angles = torch.arange(places)[:, None].float() * theta ** (-torch.arange(0, head, 2) / head)
+        table = torch.stack([angles.cos(), angles.sin()], dim=1)[:, :, None]
+        self.register_buffer("bits_P21D", table.view(torch.int32), persistent=False)  # no cast to bf16 changes integers
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The table's rows."""
+        cos, sin = self.bits_P21D[positions_T].view(torch.float32).unbind(1)
+        return cos, sin
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

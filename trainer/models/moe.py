@@ -108,8 +108,8 @@ class ExpertBlock(AttentionBlock):
     micro-batches that one rank accumulates).
     """
 
-    def __init__(self, section: DecoderSection, backend: Backend, crosses: bool = False) -> None:
-        super().__init__(section, backend)
+    def __init__(self, section: DecoderSection, backend: Backend, places: int, crosses: bool = False) -> None:
+        super().__init__(section, backend, places)
         self.per_token, self.capacity_factor = section.experts_per_token, section.capacity_factor
         self.balance_loss, self.router_z_loss = section.balance_loss, section.router_z_loss
         self.loss_weight, self.tally = 1.0, Tally(section.experts)

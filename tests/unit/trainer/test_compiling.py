@@ -1,6 +1,7 @@
 """Compiled blocks and additions: what they compute, and how often the compiler is asked."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -56,23 +57,55 @@ def test_blocks_whose_weights_come_and_go_are_not_compiled() -> None:
     assert compile_blocks(block, TrainSection(compile=False), CPU) == 0
 
 
+SIZES = ([(40, 50), (3, 700), (7, 143)], [(12,), (5,), (9,), (300,), (4,)])
+"""Of two groups' parameters."""
+
+
+def summed(compiled: bool, rounds: int = 1, without: int = -1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Flat sums of both groups after backward passes, and what they should be; parameter `without` takes no part."""
+    random = torch.Generator().manual_seed(0)
+    groups = [[nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes] for sizes in SIZES]
+    flats = [torch.full((sum(p.numel() for p in group) + 8,), 1 / 3) for group in groups]
+    pieces = [list(flat[4:-4].split([p.numel() for p in group])) for flat, group in zip(flats, groups, strict=True)]
+    wanted = [flat.clone() for flat in flats]
+    optimizer = SimpleNamespace(
+        fp32_groups_gradients=pieces,
+        fp32_groups_gradients_flat=[flat[4:] for flat in flats],
+        fp32_groups_has_gradients=[[False] * len(group) for group in groups],
+    )
+    accumulate_in_one_pass(optimizer, compiled)
+
+    def hook(parameter: torch.Tensor, group: int, place: int) -> None:
+        optimizer._update_hp_grad(parameter, group, place, False)
+        parameter.grad = None
+
+    used = [(p, g, i) for g, group in enumerate(groups) for i, p in enumerate(group) if (g, i) != (1, without)]
+    for parameter, group, place in used:
+        parameter.register_post_accumulate_grad_hook(partial(hook, group=group, place=place))
+    for _ in range(rounds):
+        factors = [torch.randn(p.shape, generator=random).bfloat16() for p, *_ in used]
+        torch.stack([(p * factor).sum() for (p, *_), factor in zip(used, factors, strict=True)]).sum().backward()
+        for (_, group, place), factor in zip(used, factors, strict=True):
+            offset = pieces[group][place].storage_offset()
+            wanted[group][offset : offset + factor.numel()] += factor.flatten()
+    assert sum(map(sum, optimizer.fp32_groups_has_gradients)) == len(used)
+    return flats, wanted
+
+
+@pytest.mark.parametrize("small", [0, 10, 1 << 16])
+@pytest.mark.parametrize("without", [-1, 0, 2, 4])
+def test_sums_are_those_of_additions_one_by_one(monkeypatch: pytest.MonkeyPatch, small: int, without: int) -> None:
+    monkeypatch.setattr(accumulating, "SMALL", small)
+    found, wanted = summed(False, 2, without)
+    assert all(map(torch.equal, found, wanted))
+    assert not torch.equal(found[1], torch.full_like(found[1], 1 / 3))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own compiler imports it
 def test_the_compiled_addition_is_the_eager_one_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulating, "SMALL", 1000)
     monkeypatch.setattr(accumulating, "LARGE", 1000)
-    sizes, found = [(40, 50), (12,), (3, 700), (7, 143)], []
-    weights = [nn.Parameter(torch.empty(size, dtype=torch.bfloat16)) for size in sizes]
-    for weight in weights:
-        weight.grad = torch.randn(weight.shape).bfloat16()
-    for compiled in (False, True):
-        flat = torch.full((sum(weight.numel() for weight in weights) + 8,), 1 / 3)
-        pieces = list(flat[8:].split([weight.numel() for weight in weights]))
-        optimizer = SimpleNamespace(fp32_groups_gradients=[pieces], fp32_groups_has_gradients=[[False] * len(sizes)])
-        accumulate_in_one_pass(optimizer, compiled)
-        for place, weight in enumerate(weights):
-            optimizer._update_hp_grad(weight, 0, place, False)
-        assert all(optimizer.fp32_groups_has_gradients[0])
-        found.append(flat)
-    assert torch.equal(*found)
-    assert not torch.equal(found[0], torch.full_like(found[0], 1 / 3))
+    found, wanted = summed(True)
+    assert all(map(torch.equal, found, wanted))
     assert counters["stats"]["unique_graphs"] == 1

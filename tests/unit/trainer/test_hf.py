@@ -69,7 +69,7 @@ def test_an_audio_tower_gives_the_features_of_transformers(places: int, spoken: 
 
 def decoder_of(section: DecoderSection, state: dict[str, Tensor]) -> tuple[nn.Embedding, nn.Module]:
     kind = ExpertBlock if section.experts else DecoderBlock
-    blocks: list[nn.Module] = [kind(section, "sdpa") for _ in range(section.depth)]
+    blocks: list[nn.Module] = [kind(section, "sdpa", 64) for _ in range(section.depth)]
     head = Head(section)
     embedding = nn.Embedding(section.vocab, section.dim)
     if section.tied:

@@ -12,7 +12,7 @@ from tests.support.runs import run_config
 from trainer.loss import token_loss
 from trainer.models import build
 from trainer.models.audio import AudioTower
-from trainer.models.decoder import rotary, rotate
+from trainer.models.decoder import Rotary, rotate
 from trainer.models.fusion import merge_features
 from trainer.models.vision import merge_patches, resample
 
@@ -75,13 +75,21 @@ def test_frames_beyond_a_clip_change_nothing(config: RunConfig) -> None:
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
-    q, k = torch.randn(1, 1, 8), torch.randn(1, 1, 8)
+    q, k, rotary = torch.randn(1, 1, 8), torch.randn(1, 1, 8), Rotary(106, 8, 10_000.0)
 
     def score(at_q: int, at_k: int) -> torch.Tensor:
-        turned = [rotate(x, *rotary(torch.tensor([at]), 8, 10_000.0)) for x, at in ((q, at_q), (k, at_k))]
+        turned = [rotate(x, *rotary(torch.tensor([at]))) for x, at in ((q, at_q), (k, at_k))]
         return (turned[0] * turned[1]).sum()
 
     torch.testing.assert_close(score(9, 4), score(105, 100), rtol=1e-4, atol=1e-5)
+    assert abs(score(9, 4) - score(9, 8)) > 1e-3
+
+
+def test_rotary_angles_stay_exact_in_a_model_of_bf16() -> None:
+    at = torch.tensor([0, 1, 999])
+    cos, sin = Rotary(1000, 8, 10_000.0).bfloat16()(at)
+    angles = at[:, None] * 10_000.0 ** (-torch.arange(4) / 4).double()
+    torch.testing.assert_close(torch.complex(cos, sin)[:, 0], torch.polar(torch.ones(3, 4), angles.float()))
 
 
 def test_weights_follow_from_the_seed_and_the_place_alone(config: RunConfig) -> None:

@@ -23,7 +23,7 @@ def block(seed: int = 0, **changes: float) -> ExpertBlock:
     """A block with experts whose router takes sides."""
     torch.manual_seed(seed)
     section = DecoderSection(dim=16, depth=1, heads=2, kv_heads=1, mlp=32, **{**EXPERTS, **changes})  # type: ignore[arg-type]
-    made = ExpertBlock(section, "sdpa")
+    made = ExpertBlock(section, "sdpa", 64)
     torch.nn.init.normal_(made.router.weight, std=1.0)
     return made
 
