@@ -228,9 +228,9 @@ def random_state(ranks: Ranks) -> dict[str, Entry]:
 
 
 def load_random_state(ranks: Ranks, source: Source) -> None:
-    """Continue this rank's generators where they were."""
+    """Continue this rank's generators where they were; a GPU's starts anew where the checkpoint was made on a CPU."""
     torch.set_rng_state(source.plain(f"random/cpu/{ranks.rank}"))
-    if ranks.device.type == "cuda":
+    if ranks.device.type == "cuda" and source.has(f"random/cuda/{ranks.rank}"):
         torch.cuda.set_rng_state(source.plain(f"random/cuda/{ranks.rank}"), ranks.device)
 
 

@@ -20,7 +20,7 @@ from shared.sections import CheckpointSection, RunConfig
 from tests.support.ports import free_port
 from tests.support.runs import run_config
 from trainer import saving
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, load_random_state
 from trainer.launch import Ranks
 from trainer.manifest import layout_of, signature_of, verify
 from trainer.shard import Box, Entry, Piece
@@ -110,6 +110,14 @@ def test_random_state_continues_where_it_was(store: Checkpoints) -> None:
     save(store, 1, 1)
     wanted = torch.rand(4)
     store.load_newest(Weights(0))
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_what_was_saved_on_a_cpu_goes_on_on_a_gpu_whose_generator_it_lacks(store: Checkpoints) -> None:
+    torch.manual_seed(3)
+    save(store, 1, 1)
+    wanted = torch.rand(4)
+    load_random_state(Ranks(Mesh(), 0, torch.device("cuda")), Source(store.folder / "step-00000001"))
     assert torch.equal(torch.rand(4), wanted)
 
 
