@@ -135,11 +135,9 @@ class Index:
 
     @property
     def content(self) -> str:
-        """Hex digits that two indexes share when their shards, in order, have the same sizes and numbers of samples and
-        were judged alike, wherever they lie and whenever they were written."""
-        told = [
-            (s.dataset, h.fingerprint.size, h.rows, h.rules) for s, h in zip(self.shards, self._headers, strict=True)
-        ]
+        """Hex digits that two indexes share when their shards, in order, hold the same samples, judged and counted
+        alike, wherever they lie and whenever they were written."""
+        told = [(s.dataset, h.content, h.rules, h.tokenizer) for s, h in zip(self.shards, self._headers, strict=True)]
         return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=8).hexdigest()
 
     @property

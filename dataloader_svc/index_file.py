@@ -22,7 +22,7 @@ from dataloader_svc.sources import Fingerprint, is_remote
 from shared.errors import ShardError
 
 MAGIC = b"MILLIDX1"
-VERSION = 1
+VERSION = 2
 ALIGN = 64
 
 ROW = np.dtype(
@@ -77,12 +77,17 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a file was built from. `rules` digests the limits that decided verdicts, `tokenizer` that counted tokens."""
+    """What a file was built from. `rules` digests the limits that decided verdicts, `tokenizer` that counted tokens.
+
+    `content` hashes all members' names, the bytes of images, clips and captions, and the verdicts: it is that of every
+    copy of the shard, wherever it lies and however it was packed.
+    """
 
     version: int
     fingerprint: Fingerprint
     rules: str
     tokenizer: str
+    content: str
     rows: int
     keys_bytes: int
     problems_bytes: int

@@ -1,6 +1,7 @@
 """Building index files: one pass over a shard, header facts of every member, a verdict for every sample.
 
-Members are measured as the walk comes by, so a remote shard is fetched once and its media are never held together.
+Members are measured as the walk comes by, so a remote shard is fetched once and its media are never held together. The
+same pass hashes what training would see of them (`Header.content`).
 
 A verdict depends on limits of the data section (`rules` digests them) and the token column on the tokenizer; a file
 whose limits changed is built anew, one where only the tokenizer changed gets a new token column.
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dataloader_svc.headers import audio_info, image_size
 from dataloader_svc.index_file import ROW, VERSION, Header, IndexFile, Note, index_path, read, write
@@ -138,7 +140,7 @@ class _Builder:
                 self.progress.add(source.size)
                 return "reused", old
             if old:
-                self._write(path, now, self._recount(source, old), bytes(old.keys), old.problems())
+                self._write(path, now, self._recount(source, old), bytes(old.keys), old.problems(), old.header.content)
             else:
                 self._write(path, now, *self._survey(source))
         if self.store.fingerprint(shard) != now:
@@ -149,14 +151,17 @@ class _Builder:
             raise ShardError(f"index {path} vanished after it was written; run index again")
         return ("retokenized" if old else "built"), file
 
-    def _write(self, path: Path, at: Fingerprint, rows: npt.NDArray[Any], keys: bytes, notes: list[Note]) -> None:
+    def _write(
+        self, path: Path, at: Fingerprint, rows: npt.NDArray[Any], keys: bytes, notes: list[Note], content: str
+    ) -> None:
         problems = msgspec.msgpack.encode(notes)
-        header = Header(VERSION, at, self.rules, self.tokenizer.digest, len(rows), len(keys), len(problems))
+        header = Header(VERSION, at, self.rules, self.tokenizer.digest, content, len(rows), len(keys), len(problems))
         write(path, header, rows, keys, problems)
 
-    def _survey(self, source: Source) -> tuple[npt.NDArray[Any], bytes, list[Note]]:
+    def _survey(self, source: Source) -> tuple[npt.NDArray[Any], bytes, list[Note], str]:
         facts: dict[int, Facts | SampleError] = {}
-        samples, problems = group(self._measured(source, facts))
+        content = xxhash.xxh3_128()
+        samples, problems = group(self._measured(source, facts, content))
         rows, keys = np.zeros(len(samples), ROW), bytearray()
         notes = [Note("", p.reason, f"{p.detail} (at byte {p.offset})") for p in problems]
         for row, sample in zip(rows, samples, strict=True):
@@ -164,26 +169,33 @@ class _Builder:
             row["key_offset"], row["key_size"] = len(keys), len(key)
             keys += key
             notes += _judge(sample, facts, row)
-        return rows, bytes(keys), notes
+        content.update(rows["verdict"].tobytes())
+        return rows, bytes(keys), notes, content.hexdigest()
 
-    def _measured(self, source: Source, facts: dict[int, "Facts | SampleError"]) -> Iterator[Member | ScanProblem]:
-        """The walk, with the facts of each image, clip and caption left in `facts` under its offset."""
+    def _measured(
+        self, source: Source, facts: dict[int, "Facts | SampleError"], content: xxhash.xxh3_128
+    ) -> Iterator[Member | ScanProblem]:
+        """The walk, with the facts of each image, clip and caption left in `facts` under its offset, and all names and
+        these members' bytes in `content`."""
         passed = 0
         for item in walk(source):
             if isinstance(item, Member):
                 field = split(item.name)[1]
+                content.update(item.name.encode("utf-8", "surrogateescape") + b"\0")
                 if not item.reject and field in MEASURED:
-                    facts[item.offset] = self._facts(source, item, field)
+                    facts[item.offset] = self._facts(source, item, field, content)
                 self.progress.add(item.offset + item.size - passed)
                 passed = item.offset + item.size
             yield item
         self.progress.add(source.size - passed)
 
-    def _facts(self, source: Source, member: Member, field: str) -> "Facts | SampleError":
+    def _facts(self, source: Source, member: Member, field: str, content: xxhash.xxh3_128) -> "Facts | SampleError":
         limit = MAX_TEXT_BYTES if field in TEXT else MAX_MEDIA_BYTES
         if member.size > limit:
             return SampleError("member_too_large", f"{member.name} has {member.size} bytes, over {limit}")
         data = source.read(member.offset, member.size)
+        content.update(member.size.to_bytes(8, "little"))
+        content.update(data)
         try:
             if field in IMAGE:
                 return image_size(data, self.data.image)

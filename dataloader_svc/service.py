@@ -23,7 +23,7 @@ from dataloader_svc.sessions import Session, StreamKey, job_of, refusal
 from dataloader_svc.stream import Entry, Reader, Stream
 from dataloader_svc.tasks import Done, Task
 from shared.batch import Cursor, batch_spec, groups
-from shared.logs import logger
+from shared.logs import RateLimited, logger
 from shared.sections import RunConfig
 from shared.slots import SlotPool, State
 from shared.wire import (
@@ -86,6 +86,7 @@ class Service:
         self._tasks: dict[int, Filling] = {}
         self._uncounted: deque[tuple[Done, str]] = deque()
         self._held_up, self._absent = Patience(config.loader.held_up_s), Patience(config.loader.absent_s)
+        self._warn = RateLimited(log.warning)
         self._last_task = 0
         self._next_beat = 0.0
         self._draining = False
@@ -178,7 +179,7 @@ class Service:
             self._leave(identity)
         failure = refusal(hello, self._jobs, self._config.data.batch.round) or self._no_place(hello)
         if failure:
-            log.warning("reader of data rank %d refused: %s", hello.data_rank, failure.text)
+            self._warn(failure.code, f"reader of data rank {hello.data_rank} refused: {failure.text}")
             self._reject(identity, failure)
             return
         session = self._session(hello, now)

@@ -23,17 +23,18 @@ def logger(part: str) -> logging.Logger:
 
 
 class RateLimited:
-    """Passes the first `burst` messages of each kind, then one every `every_s`, which says how many were held back."""
+    """Passes the first `burst` different messages of each kind, then one every `every_s`, which says how many were held
+    back. What was said in these very words is held back at once."""
 
     def __init__(self, log: Callable[[str], None], burst: int = 5, every_s: float = 30.0) -> None:
         self._log, self._burst, self._every_s = log, burst, every_s
-        self._seen: dict[str, tuple[int, float, int]] = {}
+        self._seen: dict[str, tuple[frozenset[str], float, int]] = {}
 
     def __call__(self, kind: str, text: str) -> None:
-        count, last, held = self._seen.get(kind, (0, 0.0, 0))
-        now = time.monotonic()
-        if count < self._burst or now - last >= self._every_s:
+        said, last, held = self._seen.get(kind, (frozenset(), 0.0, 0))
+        now, new = time.monotonic(), text not in said and len(said) < self._burst
+        if new or now - last >= self._every_s:
             self._log(text + (f" ({held} more of kind {kind} since the last line)" if held else ""))
-            self._seen[kind] = (count + 1, now, 0)
+            self._seen[kind] = (said | {text} if new else said, now, 0)
         else:
-            self._seen[kind] = (count + 1, last, held + 1)
+            self._seen[kind] = (said, last, held + 1)

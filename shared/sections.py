@@ -149,6 +149,10 @@ class LoaderSection(Section, frozen=True):
     stream that starve because all slots are kept for one that is not here go on without it after `absent_s`; one that
     starves because others hold all slots with later batches is told so after `held_up_s`. The metrics page is bound to
     `metrics_host` ("::" is every address, of IPv4 too).
+    A reader that is not heard for `lease_s` is gone; a draining daemon waits `drain_s` for leases. `grace_s` changes
+    nothing here: it states what the supervisor leaves between SIGTERM and SIGKILL (TimeoutStopSec of systemd,
+    terminationGracePeriodSeconds of Kubernetes), and `drain_s` must be below it. A worker that takes more than
+    `worker_s` for a micro-batch is replaced. `threads` are those of each worker, and of indexing.
     `mps` is how a GPU that decodes is shared with a trainer: through CUDA's Multi-Process Service where a control
     daemon answers (`auto`), also by one started for it (`start`), or by time slices whatever there is (`off`).
     """

@@ -69,7 +69,7 @@ def write(folder: Path, samples: int) -> list[Shard]:
         problems = msgspec.msgpack.encode([])
         print_of = store.fingerprint(str(path))
         sizes = (count, len(keys), len(problems))
-        header = index_file.Header(index_file.VERSION, print_of, rules, tokenizer, *sizes)
+        header = index_file.Header(index_file.VERSION, print_of, rules, tokenizer, f"{number:032x}", *sizes)
         index_file.write(index_file.index_path(str(path), None), header, rows(count, number), keys, problems)
         shards.append(Shard("made-up", str(path)))
     return shards

@@ -87,7 +87,7 @@ def test_a_picture_that_kills_decoders_costs_only_itself(tmp_path: Path, monkeyp
     with serving(path) as daemon, RawReader(config) as reader:
         reader.join()
         batches = reader.read(8)
-        assert "k05 is left out: decoder_crash" in daemon.log
+        wait_until(lambda: "k05 is left out: decoder_crash" in daemon.log, "the sample is named")
     ids = {i for batch in batches for i in batch.sample_ids}
     assert ids == set(range(16)) - {5}
 

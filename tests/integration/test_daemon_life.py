@@ -7,7 +7,7 @@ import pytest
 
 from shared.slots import HEADER_BYTES, PAGE_BYTES
 from shared.wire import Drain, Failure, Welcome
-from tests.support.daemons import STOP_S, Daemon, make_run, make_run_file, serving
+from tests.support.daemons import STOP_S, Daemon, make_run, make_run_file, serving, wait_until
 from tests.support.media import photo, write_dataset, write_tar
 from tests.support.ports import free_port
 from tests.support.reader import RawReader, left_behind
@@ -104,7 +104,7 @@ def test_damaged_members_are_counted_by_reason_and_the_rest_is_served(tmp_path: 
         site = Site(path, config, daemon)
         for reason in ("junk_image", "junk_audio", "truncated_image"):
             assert site.metric("loader_samples_quarantined_total", reason=reason) == 1
-        assert site.metric("loader_samples_quarantined_total", reason="image_decode") >= 1
+        wait_until(lambda: site.metric("loader_samples_quarantined_total", reason="image_decode") >= 1, "it is counted")
         assert "x2 is left out: image_decode" in daemon.log
         assert daemon.log.count("x2 is left out") == 1
     ids = {i for batch in batches for i in batch.sample_ids}

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from shared.wire import Bye, Failure
 from tests.support.daemons import ROOT, Daemon, make_run, serving, wait_until
 from tests.support.keys import make_keys
 from tests.support.ports import free_port, has_ipv6
-from tests.support.reader import RawReader
+from tests.support.reader import RawReader, left_behind
 from tests.support.site import Site
 from trainer.client import LoaderClient
 
@@ -41,26 +42,28 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(path, config, daemon)
 
 
-FROZEN = """
-import os, signal, sys, time
+READS_LITTLE = """
+import sys, time
 from shared.config import load
-from tests.support.reader import RawReader
+from shared.wire import Heartbeat
+from tests.support.reader import RawReader, left_behind
 reader = RawReader(load(sys.argv[1]), address=sys.argv[2], lane="tcp", slow=True)
 reader.join(credits=9)
-time.sleep(2)
-print("full", flush=True)
-os.kill(os.getpid(), signal.SIGSTOP)
+print("here", flush=True)
+while True:
+    time.sleep(0.2)
+    reader.send(Heartbeat())
 """
 
 
 @contextlib.contextmanager
-def frozen_reader(path: Path, address: str) -> Iterator[None]:
-    """A process that was sent all it can be sent, has read little of it, and is stopped."""
-    command = [sys.executable, "-c", FROZEN, str(path), address]
+def lazy_reader(path: Path, address: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process that asks for more than there is, takes in little of it, and lives."""
+    command = [sys.executable, "-c", READS_LITTLE, str(path), address]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "full\n"
-            yield
+            assert process.stdout is not None and process.stdout.readline() == "here\n"
+            yield process
         finally:
             process.kill()
 
@@ -83,7 +86,8 @@ def test_both_lanes_carry_the_same_bits(site: Site) -> None:
     with client_of(site, site.config.loader.listen, "tcp") as client:
         frames = see(client, 24)
     assert frames == slots
-    assert site.metric("loader_payload_bytes_total") - before >= sum(len(payload) for *_, payload in slots)  # type: ignore[misc]
+    carried = sum(len(payload) for *_, payload in slots)  # type: ignore[misc]
+    wait_until(lambda: site.metric("loader_payload_bytes_total") - before >= carried, "they are counted")
     wait_until(lambda: site.metric("loader_job_slots") == 0, "every slot is free again")
 
 
@@ -179,15 +183,34 @@ def test_a_slot_is_not_used_again_while_a_slow_reader_is_sent_it(tmp_path: Path)
 
 
 def test_a_frozen_reader_gives_its_slots_back_when_its_lease_ends(tmp_path: Path) -> None:
+    """It says nothing and acknowledges nothing any more, with every slot on its way to it."""
     address, port = f"tcp://127.0.0.1:{free_port()}", free_port()
-    loader = {"listen": address, "metrics_port": port, "slots_per_stream": 4, "max_streams": 1, "lease_s": 2}
+    loader = {"listen": address, "metrics_port": port, "slots_per_stream": 4, "max_streams": 1, "lease_s": 6}
     path, config = make_run(tmp_path, loader=loader, data=LARGE)
-    with serving(path) as daemon, frozen_reader(path, address):
+    with serving(path) as daemon, lazy_reader(path, address) as reader:
         watched = Site(path, config, daemon)
-        wait_until(lambda: watched.metric("loader_job_slots") == 4, "every slot is taken")
+        wait_until(lambda: watched.metric("loader_batches_sent_total") == 4, "every slot is on its way")
+        reader.send_signal(signal.SIGSTOP)
         wait_until(lambda: watched.metric("loader_clients") == 0, "its session ends")
-        wait_until(lambda: watched.metric("loader_job_slots") > 0, "slots are still being sent")
         wait_until(lambda: watched.metric("loader_job_slots") == 0, "what it was sent is given up")
+        with RawReader(config) as other:
+            other.join(credits=4)
+            assert len({other.batch().slot for _ in range(4)}) == 4
+            other.bye()
+
+
+def test_a_frozen_reader_does_not_keep_a_daemon_that_is_told_to_stop(tmp_path: Path) -> None:
+    """Its frames can never be sent; nothing is lost by that, for it comes back with its cursor."""
+    address, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+    loader = {"listen": address, "metrics_port": port, "slots_per_stream": 4, "max_streams": 1}
+    path, config = make_run(tmp_path, loader=loader, data=LARGE)
+    with serving(path) as daemon, lazy_reader(path, address) as reader:
+        watched = Site(path, config, daemon)
+        wait_until(lambda: watched.metric("loader_batches_sent_total") == 4, "every slot is on its way")
+        reader.send_signal(signal.SIGSTOP)
+        assert daemon.terminate() == 0
+        assert "stopped with 4 leases out" in daemon.log
+    assert left_behind(tmp_path / "shm") == []
 
 
 def test_a_job_that_is_stuck_or_greedy_starves_no_other(tmp_path: Path) -> None:

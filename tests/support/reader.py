@@ -1,6 +1,7 @@
 """A bare reader of the daemon: a DEALER that speaks shared.wire, takes slots apart, and knows nothing of the client."""
 
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -61,6 +62,7 @@ class RawReader:
         self.welcome: Welcome | None = None
         self.segment: Segment | None = None
         self.payload: list[bytes] = []
+        self._early: deque[ToReader] = deque()
 
     def __enter__(self) -> "RawReader":
         return self
@@ -105,6 +107,8 @@ class RawReader:
 
     def next(self, wait_s: float = WAIT_S) -> ToReader | None:
         """The next message but heartbeats, or None after `wait_s`."""
+        if self._early:
+            return self._early.popleft()
         deadline = time.monotonic() + wait_s
         while (left := deadline - time.monotonic()) > 0:
             if not self.socket.poll(max(1, round(left * 1000))):
@@ -115,6 +119,21 @@ class RawReader:
                 return message
             self.send(Heartbeat())
         return None
+
+    def hear_beats(self, count: int) -> None:
+        """Wait for so many heartbeats, before each of which the daemon looks for the dead.
+
+        What else comes is kept for `next`, without its payload frames.
+        """
+        deadline = time.monotonic() + WAIT_S
+        while count:
+            assert self.socket.poll(max(1, round(1000 * (deadline - time.monotonic())))), "no heartbeat"
+            message = decode_to_reader(self.socket.recv_multipart()[0])
+            if isinstance(message, Heartbeat):
+                count -= 1
+                self.send(Heartbeat())
+            else:
+                self._early.append(message)
 
     def expect(self, kind: type[T], wait_s: float = WAIT_S) -> T:
         message = self.next(wait_s)

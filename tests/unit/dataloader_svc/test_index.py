@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +301,48 @@ def test_looking_up_rows_costs_no_memory_a_sample(tmp_path: Path) -> None:
         [sys.executable, "-c", program, text], capture_output=True, text=True, check=True, timeout=120
     )
     assert int(done.stdout) < 512
+
+
+def test_shards_are_the_same_wherever_they_lie_and_however_they_were_packed(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a", 12, 2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for tar in (tmp_path / "b").glob("*.tar"):
+        tar.write_bytes(tar.read_bytes() + bytes(10240))
+        os.utime(tar, (1, 1))
+    [here, there] = [built(data_section(f"{tmp_path}/{name}/*.tar"))[0] for name in "ab"]
+    assert here.content == there.content
+    assert here.digest != there.digest
+
+
+@pytest.mark.parametrize("member", ["b.jpg", "b.txt", "b.wav", "b.cls"])
+def test_a_shard_rewritten_to_its_size_is_another_where_training_would_see_it(tmp_path: Path, member: str) -> None:
+    """In the middle of the tar, under the same name, of the same size, changed as late as it was before."""
+    members: dict[str, bytes] = {
+        "a.txt": bytes(5000),
+        "b.jpg": photo(30, 20),
+        "b.txt": b"good",
+        "b.wav": tone(0.1),
+        "b.cls": b"1",
+    }
+    data = data_section(path := write_tar(tmp_path / "p.tar", list({**members, "c.txt": bytes(5000)}.items())))
+    before, info = built(data)[0].content, path.stat()
+    old = bytearray(members[member])
+    old[len(old) // 2] ^= 1
+    members[member] = bytes(old)
+    write_tar(path, list({**members, "c.txt": bytes(5000)}.items()))
+    assert path.stat().st_size == info.st_size
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns + 1))
+    now, report = built(data)
+    assert report.built == 1
+    assert (now.content == before) is (member == "b.cls")
+
+
+def test_a_tokenizer_that_counts_otherwise_makes_other_places_of_the_same_shards(tmp_path: Path) -> None:
+    data = data_section(write_tar(tmp_path / "p.tar", [("a.txt", b"a street with a car")]))
+    before = built(data)[0].content
+    text = TextSection(tokenizer=trained(tmp_path / "t.json"))
+    assert built(changed(data, text=text))[0].content != before
+    assert built(data)[0].content == before
 
 
 def test_no_file_stays_open_after_a_build(tmp_path: Path) -> None:

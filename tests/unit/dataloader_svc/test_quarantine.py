@@ -12,6 +12,12 @@ from shared.sections import QuarantineSection
 from shared.telemetry import REGISTRY
 
 
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log records reach `caplog`, whatever was set up before; what was is there again afterwards."""
+    monkeypatch.setattr(logging.getLogger("millstream"), "propagate", True)
+
+
 def make(**limits: float) -> Quarantine:
     return Quarantine(QuarantineSection(**limits), lambda i: f"set/part-0.tar/k{i}")  # type: ignore[arg-type]
 
@@ -23,7 +29,6 @@ def bad(sample_id: int, reason: str = "image_decode") -> Verdict:
 def test_each_sample_is_named_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     quarantine = make()
     with caplog.at_level(logging.WARNING, logger="millstream"):
-        logging.getLogger("millstream").propagate = True
         for _ in range(3):
             quarantine.record(4, [bad(7)])
     assert [r.message for r in caplog.records] == ["sample set/part-0.tar/k7 is left out: image_decode, premature end"]
@@ -74,7 +79,6 @@ def test_what_the_index_left_out_counts_but_stops_nothing() -> None:
 
 
 def test_a_large_share_left_out_by_the_index_is_an_alarm_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("millstream").propagate = True
     for left_out, alarms in ((20, 0), (21, 1)):
         caplog.clear()
         make(max_share=0.2).record_index([("junk_image", "part-0.tar k1")] * left_out, left_out, 100)

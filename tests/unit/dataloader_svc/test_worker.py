@@ -29,6 +29,8 @@ from tests.support.daemons import ROOT, alive, make_run, make_run_file, wait_unt
 from tests.support.filling import POISON, Shop, damaged_run, rotten_png, task_of
 from tests.support.media import tone, write_tar
 
+CLIP = {"txt": b"a", "wav": tone(0.1)}
+
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
@@ -188,6 +190,22 @@ def test_a_clip_longer_than_its_header_says_keeps_to_its_planned_tokens(tmp_path
     shop.close()
 
 
+def test_a_clip_shorter_than_its_header_says_is_told_with_its_own_length(tmp_path: Path) -> None:
+    """As an mp3 whose header counts the encoder's padding, here by 10 ms; what follows it in its place is silence."""
+    (tmp_path / "data").mkdir()
+    write_tar(tmp_path / "data" / "a.tar", [(f"k{i}.{e}", d) for i in range(4) for e, d in CLIP.items()])
+    shop = Shop(make_run_file(tmp_path)[1])
+    for sample_id in range(4):
+        shop.pretend(sample_id, clip_samples=1760)
+    pack = next(p for p in shop.packs() if p.sample_ids)
+    payload, done = shop.fill(task_of(pack))
+    fields = views(shop.specs[pack.group], payload)
+    assert not done.verdicts
+    assert fields["clip_lengths_M"][: done.counts[2]].tolist() == [1600] * len(pack.sample_ids)
+    assert not fields["clips_MS"][:, 1600:].any()
+    shop.close()
+
+
 class House:
     """Worker processes over a segment in `folder`."""
 
@@ -260,9 +278,10 @@ def test_a_worker_whose_daemon_died_while_it_started_ends_without_a_word(shop: S
 def test_a_killed_worker_is_replaced_and_its_batches_are_the_same(shop: Shop, house: House) -> None:
     tasks = tasks_of(shop)
     undisturbed = {i: report.checksum for i, report in house.run(tasks).items()}
+    (victim,) = house.pool.pids()
+    os.kill(victim, signal.SIGSTOP)
     for task in tasks:
         house.pool.submit(task)
-    (victim,) = house.pool.pids()
     os.kill(victim, signal.SIGKILL)
     again = house.collect({task.id for task in tasks})
     assert {i: report.checksum for i, report in again.items()} == undisturbed
