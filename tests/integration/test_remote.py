@@ -1,5 +1,6 @@
 """A whole daemon over remote shards: the very batches of the local run, or a loud end."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,32 @@ def test_batches_over_s3_are_the_local_ones(tmp_path: Path, local: tuple[Path, S
     with s3_server(local[0]) as bucket:
         loader = {"cache_dir": str(tmp_path / "cache")}
         assert served(tmp_path / "run", f"{bucket}/part-*.tar", **loader) == local[1]
+
+
+@pytest.mark.slow
+def test_two_daemons_that_start_on_one_index_and_one_cache_serve_the_same(
+    tmp_path: Path, local: tuple[Path, Served]
+) -> None:
+    with http_server(local[0]) as server, contextlib.ExitStack() as stack:
+        common = {"index_dir": str(tmp_path / "idx"), "cache_dir": str(tmp_path / "cache"), "cache_bytes": 2 << 20}
+        sets = [{"name": "set", "shards": [f"{server.url}/{SHARDS}"]}]
+        runs = []
+        for name in "ab":
+            (tmp_path / name).mkdir()
+            runs.append(make_run_file(tmp_path / name, data={"datasets": sets}, loader=common))
+        daemons = [Daemon(path) for path, _ in runs]
+        for daemon in daemons:
+            stack.callback(daemon.kill)
+        for daemon, (_, config) in zip(daemons, runs, strict=True):
+            daemon.wait_ready()
+            with RawReader(config) as reader:
+                reader.join()
+                batches = reader.read(BATCHES)
+                reader.bye()
+            assert [(b.batch_id, b.checksum, b.sample_ids) for b in batches] == local[1]
+        assert not list((tmp_path / "idx").glob(".tmp-*"))
+        held = sum(p.stat().st_size for p in (tmp_path / "cache").glob("??/*"))
+        assert 0 < held <= common["cache_bytes"]
 
 
 @pytest.mark.slow

@@ -174,6 +174,17 @@ def test_a_second_build_reads_nothing_again(tmp_path: Path) -> None:
     assert index_path(str(tmp_path / "a.tar"), None).stat().st_mtime_ns == written
 
 
+def test_a_build_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
+    data = data_section(*[tar4(tmp_path / f"{name}.tar") for name in "abc"])
+    shards, last = expand(data.datasets, "fail"), tmp_path / "c.tar"
+    last.rename(tmp_path / "away")
+    with pytest.raises(ShardError, match=r"c\.tar cannot be opened"):
+        build(shards, data, None)
+    (tmp_path / "away").rename(last)
+    report = build(shards, data, None)
+    assert (report.built, report.reused, report.samples) == (1, 2, 12)
+
+
 def test_another_tokenizer_changes_only_the_token_column(tmp_path: Path) -> None:
     members = [("a.txt", b"a street with a car"), ("b.jpg", b""), ("b.txt", b"x"), ("c.txt", b"a car by the sea")]
     data = data_section(write_tar(tmp_path / "p.tar", members))
