@@ -236,9 +236,10 @@ def _check_training(config: RunConfig) -> None:
     optim = config.train.optim
     ok = optim.momentum == 0 or optim.name == "sgd"
     require(ok, "train.optim.momentum", optim.momentum, "is for sgd alone: adamw has betas", "set 0")
-    ok = not (config.train.deterministic and config.train.attention == "flash4")
+    attention = config.train.attention
+    ok = not (config.train.deterministic and attention in ("flash4", "flash2"))
     rule = "is not deterministic, which train.deterministic asks for"
-    require(ok, "train.attention", "flash4", rule, "set sdpa or auto")
+    require(ok, "train.attention", attention, rule, "set sdpa or auto")
 
 
 def _check_model(config: RunConfig) -> None:

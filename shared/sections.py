@@ -201,7 +201,9 @@ class StageSection(Section, frozen=True):
 class MeshSection(Section, frozen=True):
     """Degrees of parallelism; their product (expert excepted) is the number of processes.
 
-    `expert` groups are runs of so many neighbouring data ranks: they see different data and share out the experts.
+    `expert` groups are runs of so many neighbouring data ranks: they see different data and share out the experts. Rows
+    travel between them as all else does (NCCL on GPUs), or with `expert_backend: gloo` by way of the hosts' memory, for
+    machines where NCCL's all-to-all does not work.
     `stages` says where the pipeline is cut; else `balance` does: by parameters, or by time measured at the start.
 
     Of a tensor group: with `sequence_parallel` each rank keeps its share of a pack's places wherever layers are not
@@ -214,6 +216,7 @@ class MeshSection(Section, frozen=True):
     data: Degree = 1
     tensor: Degree = 1
     expert: Degree = 1
+    expert_backend: Literal["auto", "gloo"] = "auto"
     stages: tuple[StageSection, ...] = ()
     balance: Literal["parameters", "measured"] = "parameters"
     sequence_parallel: bool = False
@@ -299,7 +302,7 @@ class TrainSection(Section, frozen=True):
     wait_s: Seconds = 120.0
     metrics_host: str = "127.0.0.1"
     metrics_port: Port = 0
-    attention: Literal["auto", "flash4", "sdpa", "math"] = "auto"
+    attention: Literal["auto", "flash4", "flash2", "sdpa", "math"] = "auto"
     compile: bool | Literal["auto"] = "auto"
     peak_tflops: Amount = 0.0
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()

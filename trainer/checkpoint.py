@@ -210,8 +210,13 @@ class Checkpoints:
         write_synced(self.folder / "latest.tmp", final.name.encode())
         (self.folder / "latest.tmp").replace(self.folder / "latest")
         sync_folder(self.folder)
-        for old in sorted(complete(self.folder))[: -self._keep]:
+        for old in superseded(self.folder, final, self._keep):
             remove(old)
+
+
+def superseded(folder: Path, newest: Path, keep: int) -> list[Path]:
+    """What gives way to `newest`, the one just committed; newer ones, which the run passed over, count for nothing."""
+    return sorted(path for path in complete(folder) if path <= newest)[:-keep]
 
 
 def random_state(ranks: Ranks) -> dict[str, Entry]:
@@ -223,9 +228,9 @@ def random_state(ranks: Ranks) -> dict[str, Entry]:
 
 
 def load_random_state(ranks: Ranks, source: Source) -> None:
-    """Continue this rank's generators where they were."""
+    """Continue this rank's generators where they were; a GPU's starts anew where the checkpoint was made on a CPU."""
     torch.set_rng_state(source.plain(f"random/cpu/{ranks.rank}"))
-    if ranks.device.type == "cuda":
+    if ranks.device.type == "cuda" and source.has(f"random/cuda/{ranks.rank}"):
         torch.cuda.set_rng_state(source.plain(f"random/cuda/{ranks.rank}"), ranks.device)
 
 

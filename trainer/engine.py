@@ -187,7 +187,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     """
     backend = _backend(config, ranks)
     with quiet_deepspeed():
-        groups, experts = _groups(ranks), _experts(ranks)
+        groups, experts = _groups(ranks), _experts(config.mesh, ranks)
         loss = LossFunction(groups.tensor if groups else WHOLE, compiles(config.train, ranks.device))
         model = _model(config, ranks, backend, loss, _bounds(config, ranks, backend, groups, experts))
         load_initial(model, config)
@@ -241,13 +241,14 @@ def _groups(ranks: Ranks) -> "Groups | None":
     return make_groups(ranks.mesh, ranks.rank)
 
 
-def _experts(ranks: Ranks) -> "ExpertState | None":
-    if ranks.mesh.expert == 1:
+def _experts(mesh: MeshSection, ranks: Ranks) -> "ExpertState | None":
+    if mesh.expert == 1:
         return None
     from trainer.parallel.expert import make_expert_group
     from trainer.parallel.expert_state import ExpertState
 
-    return ExpertState(make_expert_group(ranks.mesh, ranks.rank))
+    backend = None if mesh.expert_backend == "auto" else mesh.expert_backend
+    return ExpertState(make_expert_group(ranks.mesh, ranks.rank, backend))
 
 
 def _apply_tables(config: RunConfig, model: nn.Module, groups: "Groups | None", experts: "ExpertState | None") -> None:

@@ -1,7 +1,7 @@
 """This process among the others: environment, device, process group and the few collectives the loop needs.
 
 `join` comes before anything imports DeepSpeed, which reads its environment at import. Nothing here pickles: what
-ranks exchange are integers in tensors. Every collective is bounded by the process group's timeout, which exceeds
+ranks exchange are integers in tensors. Every collective is bounded by its process group's timeout, which exceeds
 `train.wait_s` and `train.checkpoint.write_s`, so a rank that gives up on its loader or its disk is named before the
 others give up on it.
 """
@@ -117,9 +117,16 @@ def join(config: RunConfig) -> Ranks:
 
 
 def _meet(backend: str, timeout_s: float) -> None:
-    """Enter the process group; two runs that a host's launchers give one port are told apart here."""
+    """Enter the process group; two runs that a host's launchers give one port are told apart here.
+
+    Groups made later have a timeout of torch's own unless told otherwise, and DeepSpeed tells nothing.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        own = getattr(dist.distributed_c10d, name)
+        setattr(dist.distributed_c10d, name, max(own or timeout, timeout))
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, timeout=timeout)
     except dist.DistError as error:
         place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         rule = f"is no place for the ranks to meet ({str(error).splitlines()[0]})"

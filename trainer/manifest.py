@@ -119,7 +119,7 @@ def verify(folder: Path) -> Manifest:
     """Recompute every hash of a checkpoint and return its manifest.
 
     Raises:
-        CheckpointError: a file is missing, too many, or not as it was saved.
+        CheckpointError: a file is missing, too many, not as it was saved, or cannot be read.
     """
     manifest = read_manifest(folder)
     present = {str(path.relative_to(folder)) for path in payload(folder)}
@@ -129,7 +129,11 @@ def verify(folder: Path) -> Manifest:
         path = folder / name
         if path.stat().st_size != entry.size_bytes:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {entry.size_bytes} were saved")
-        if hash_file(path) != entry.xxh3:
+        try:
+            found = hash_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+        if found != entry.xxh3:
             raise CheckpointError(f"{path} is damaged: its xxh3 is not {entry.xxh3}")
     return manifest
 

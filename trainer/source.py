@@ -81,9 +81,13 @@ class Source:
             found[box.slices] = flat.view(box.sizes)
         return found
 
+    def has(self, key: str) -> bool:
+        """Whether there is a tensor of this key that has no place in the model."""
+        return key in self._plain
+
     def plain(self, key: str) -> Tensor:
         """A tensor that belongs to one rank and has no place in the model."""
-        if key not in self._plain:
+        if not self.has(key):
             raise CheckpointError(f"{self._folder.name} has no {key}")
         found: Tensor = self._plain[key].get_tensor(key)
         return found

@@ -8,7 +8,7 @@ written before a checkpoint commits the cursor.
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import NamedTuple
@@ -97,7 +97,7 @@ class Stop:
 
 
 def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
-    """Train to `train.steps`, or until told to stop; either way the last state is saved.
+    """Train to `train.steps`, or until told to stop; either way the last state is saved. A complete run says so.
 
     Raises:
         MillstreamError: something expected went wrong; its kind and text say what.
@@ -109,9 +109,11 @@ def train(config: RunConfig, ranks: Ranks, resume: bool) -> None:
         engine = build_engine(config, ranks)
         checkpoints = build_checkpoints(config, ranks)
         start = load_start(checkpoints, engine, ranks, resume)
-        parts = build_parts(config, ranks, engine, checkpoints, start, stack)
-        lines = run_steps(config, ranks, parts, start, stop)
-    if ranks.is_main:
+        steps = steps_left(config, ranks, start)
+        if steps:
+            parts = build_parts(config, ranks, engine, checkpoints, start, stack)
+            lines = run_steps(config, ranks, parts, steps, start.cursor, stop)
+    if steps and ranks.is_main:
         show_summary(lines, ranks.device)
 
 
@@ -130,12 +132,27 @@ def load_start(checkpoints: Checkpoints, engine: Engine, ranks: Ranks, resume: b
     return Start(manifest.step, manifest.cursor, manifest.content) if manifest else Start()
 
 
+def steps_left(config: RunConfig, ranks: Ranks, start: Start) -> list[int]:
+    """The steps that remain, without those that `data.skip_steps` leaves out; rank 0 says where that is not all.
+
+    Step n trains on global batch n, whatever is left out: the daemon passes over the same batches.
+    """
+    first, end = start.step, config.train.steps
+    steps = [step for step in range(first, end) if not is_skipped(config.data.skip_steps, step)]
+    left_out = max(0, end - first) - len(steps)
+    if ranks.is_main and left_out:
+        _log.info("passing over %d of the steps from %d on, as data.skip_steps asks", left_out, first)
+    if ranks.is_main and not steps:
+        _log.info("the run is complete: %d steps are done, train.steps is %d; raise it to train on", first, end)
+    return steps
+
+
 def build_parts(
     config: RunConfig, ranks: Ranks, engine: Engine, checkpoints: Checkpoints, start: Start, stack: ExitStack
 ) -> Parts:
     """Client, feed, logs and display of this rank; the stack closes them."""
     client, feed = None, None
-    if ranks.is_reader and start.step < config.train.steps:
+    if ranks.is_reader:
         client = stack.enter_context(connect(config, ranks, start))
         feed = build_feed(config, ranks, client)
     folder, main = run_dir(config), ranks.is_main
@@ -186,17 +203,12 @@ def build_feed(config: RunConfig, ranks: Ranks, client: LoaderClient) -> Feed:
     )
 
 
-def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop: Stop) -> list[StepLine]:
-    """The loop. Returns the lines of the steps that it ran (on rank 0).
-
-    Step n trains on global batch n, whatever `data.skip_steps` leaves out: the daemon passes over the same batches.
-    """
+def run_steps(
+    config: RunConfig, ranks: Ranks, parts: Parts, steps: Sequence[int], cursor: Cursor, stop: Stop
+) -> list[StepLine]:
+    """The loop over `steps` (one at least) from `cursor` on. Returns the lines of those that it ran (on rank 0)."""
     lines: list[StepLine] = []
-    cursor, saved = start.cursor, start.step
     skips = Skips(ranks, config.train.skip_limit)
-    steps = [n for n in range(start.step, config.train.steps) if not is_skipped(config.data.skip_steps, n)]
-    if ranks.is_main and (left_out := config.train.steps - start.step - len(steps)) > 0:
-        _log.info("passing over %d of the steps from %d on, as data.skip_steps asks", left_out, start.step)
     for step in steps:
         line, taken, result, totals = one_step(config, ranks, parts, step, stop)
         cursor = taken.after if taken else cursor
@@ -207,12 +219,12 @@ def run_steps(config: RunConfig, ranks: Ranks, parts: Parts, start: Start, stop:
         parts.checkpoints.poll()
         if totals.stopping or step == steps[-1] or saves_at(step + 1, config.train.save_every):
             save(parts, step + 1, cursor)
-            saved = step + 1
         if totals.stopping:
             break
     parts.checkpoints.finish()
     if ranks.is_main:
-        _log.info("stopped after step %d of %d; checkpoint %d holds it", saved, config.train.steps, saved)
+        done = step + 1
+        _log.info("stopped after step %d of %d; checkpoint %d holds it", done, config.train.steps, done)
     return lines
 
 

@@ -15,7 +15,7 @@ DOORS = {
     "webdataset": {"dataloader_svc/shards.py"},
     "fsspec": {"dataloader_svc/remote.py"},
     "deepspeed": {"trainer/engine.py", "trainer/parallel/expert_state.py"},
-    "flash_attn": {"trainer/models/flash4.py"},
+    "flash_attn": {"trainer/models/flash2.py", "trainer/models/flash4.py"},
     "torchaudio": {"trainer/audio_frontend.py"},
     "prometheus_client": {"shared/telemetry.py", "dataloader_svc/metrics.py", "trainer/metrics.py"},
 }

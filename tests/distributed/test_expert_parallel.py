@@ -26,7 +26,7 @@ CASES = {
     "sgd-zero0": [*MODEL, *SGD, "train.zero_stage=0"],
     "capacity": [*MODEL, *SGD, "model.decoder.capacity_factor=0.5"],
     "on-both-stages": [*MODEL, *SGD, "model.decoder.depth=4", "model.decoder.expert_every=2"],
-    "bf16": [*MODEL, "train.precision=bf16"],
+    "bf16": [*MODEL, "train.precision=bf16", "mesh.expert_backend=gloo"],
     "recomputed": [*MODEL, "train.recompute.decoder=all"],
     "frozen": [*MODEL, "train.freeze=[decoder]"],
 }
@@ -100,7 +100,7 @@ def norm_of(model: nn.Module) -> float:
 
 
 def test_rows_find_their_experts_whoever_has_none(tmp_path: Path) -> None:
-    reports = run_ranks("tests.support.exchange_program", 2, tmp_path, EXCHANGES, timeout_s=120)
+    reports = run_ranks("tests.support.exchange_program", 2, tmp_path, {"cases": EXCHANGES}, timeout_s=120)
     assert all(report.keys() == EXCHANGES.keys() and max(report.values()) <= 1e-6 for report in reports)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.layouts import SGD, Run, differences, run_layout
+from tests.support.layouts import SGD, STRAYED, Run, Weights, differences, run_layout, strayed
 from trainer.source import Source
 
 MOMENTUM = [*SGD, "train.optim.momentum=0.9"]
@@ -106,6 +106,13 @@ def test_training_goes_on_in_another_layout(home: Path, unbroken: dict[str, Run]
         assert {
             key: far for key, tensor in ends[0].items() if (far := excess(case, key, tensor, ends[1][key])) > 1
         } == {}
+        moved = [weights(each) for each in (*ends, tensors(open_case(home / "saved", case, SAVED)))]
+        assert strayed(*moved) <= STRAYED["bf16" if case == "bf16" else "fp32"], case
+
+
+def weights(held: dict[str, torch.Tensor]) -> Weights:
+    """Of all that a checkpoint holds."""
+    return {key: tensor.float().numpy() for key, tensor in held.items() if key.startswith("weight/")}
 
 
 def excess(case: str, key: str, found: torch.Tensor, wanted: torch.Tensor) -> float:

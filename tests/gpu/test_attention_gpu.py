@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from trainer.models.attention import Backend, attention
+from trainer.models.attention import KERNELS, Backend, attention
 from trainer.models.encoder import EncoderBlock, alternating_bounds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -31,15 +31,15 @@ def results(backend: Backend, causal: bool, cut: bool, inputs: tuple[Tensor, Ten
     return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "flash4"])
+@pytest.mark.parametrize("backend", ["sdpa", "flash2", "flash4"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 2, 128), (16, 16, 64)])
 def test_attention_is_that_of_fp32(
     backend: Backend, causal: bool, cut: bool, heads: int, kv_heads: int, size: int
 ) -> None:
-    if backend == "flash4":
-        pytest.importorskip("flash_attn.cute")
+    if backend in KERNELS:
+        pytest.importorskip(KERNELS[backend].module)
     inputs = qkv(heads, kv_heads, size)
     exact = results("math", causal, cut, tuple(x.detach().float().requires_grad_() for x in inputs))
     for ours, theirs in zip(results(backend, causal, cut, inputs), exact, strict=True):

@@ -1,10 +1,13 @@
 """Experts on CUDA: one grouped kernel gives what a loop over experts gives, every time, whoever has no rows."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.ranks import run_ranks
 from trainer.models.moe import grouped_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,3 +37,9 @@ def test_a_grouped_kernel_is_a_loop_over_experts(counts: list[int], width: int) 
     for loop, once, again in zip(wanted, *found, strict=True):
         torch.testing.assert_close(once, loop, rtol=1e-2, atol=1e-2)
         assert torch.equal(once, again)
+
+
+def test_rows_on_a_gpu_travel_through_gloo(tmp_path: Path) -> None:
+    task = {"cases": {"mixed": [[0, 1, 1, 2, 3, 3], [0, 2, 2, 3]], "none": [[], []]}, "device": "cuda"}
+    reports = run_ranks("tests.support.exchange_program", 2, tmp_path, task, timeout_s=120)
+    assert all(max(report.values()) <= 1e-5 for report in reports), reports

@@ -1,5 +1,6 @@
 """The main job, as a user runs it: a daemon, a trainer under `deepspeed`, and everything that may be killed, killed."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,20 @@ def test_a_stopped_trainer_saves_and_resumes_as_if_nothing_had_been(site: Path, 
     done = len(first.steps())
     assert 3 <= done < STEPS and list((first.run_dir / "checkpoints").glob(f"step-{done:08d}"))
     same_training(Trainer(site, first.run_dir, *FLAGS, "--resume").finish(), unbroken)
+
+
+@pytest.mark.parametrize("steps", [STEPS, STEPS - 4])
+def test_a_run_that_is_complete_says_so_and_changes_nothing(
+    site: Path, unbroken: Trainer, tmp_path: Path, steps: int
+) -> None:
+    shutil.copytree(unbroken.run_dir, tmp_path / "run")
+    again = Trainer(site, tmp_path / "run", *FLAGS, f"--set=train.steps={steps}", "--resume").finish()
+    assert f"the run is complete: {STEPS} steps are done, train.steps is {steps}; raise it to train on" in again.log
+    assert "stopped after" not in again.log and "passing over" not in again.log
+    same_training(again, unbroken)
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == sorted(
+        tmp_path / "run" / "checkpoints" / path.name for path in (unbroken.run_dir / "checkpoints").iterdir()
+    )
 
 
 def test_a_killed_daemon_costs_nothing_and_repeats_nothing(tmp_path: Path, unbroken: Trainer) -> None:

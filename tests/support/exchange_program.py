@@ -1,7 +1,7 @@
 """A program for `run_ranks`: rows travel to experts on other ranks and back, forward and backward.
 
-Task: name -> for each rank the expert of each of its rows. Report: name -> how far output and gradients are from those
-of all experts on one device (an expert's gradient being that of all ranks' rows).
+Task: `cases`, name -> for each rank the expert of each of its rows; `device`, where rows are. Report: name -> how far
+output and gradients are from those of all experts on one device (an expert's gradient being that of all ranks' rows).
 """
 
 import json
@@ -24,7 +24,8 @@ SECTION = DecoderSection(dim=8, heads=2, kv_heads=1, experts=4, expert_mlp=6)
 
 def rows_of(ids: list[int], rank: int) -> tuple[Tensor, Tensor]:
     """rows_AC and counts_E of a rank."""
-    rows = torch.randn(len(ids), 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    random = torch.Generator().manual_seed(rank)
+    rows = torch.randn(len(ids), 8, generator=random).to(torch.get_default_device()).requires_grad_()
     return rows, torch.bincount(torch.tensor(ids, dtype=torch.long), minlength=4)
 
 
@@ -66,8 +67,9 @@ def main() -> None:
     task: dict[str, Any] = json.loads(os.environ["MILLSTREAM_TASK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = make_expert_group(Mesh(data=size, expert=size), rank)
-    report = {name: deviation(ids, rank, group) for name, ids in task.items()}
+    group = make_expert_group(Mesh(data=size, expert=size), rank, "gloo")
+    with torch.device(task.get("device", "cpu")):
+        report = {name: deviation(ids, rank, group) for name, ids in task["cases"].items()}
     (Path(os.environ["MILLSTREAM_OUT"]) / f"rank-{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

@@ -4,7 +4,8 @@ Task: `config` (a run file), `cases` (name -> overrides), `plans` (`MIXED` or an
 their samples is a micro-batch of its own), `steps`, and for checkpoints
 `checkpoints` (a folder; `{case}` in it is replaced), `save_every`, `resume`, `copies` (a folder to save in what was
 just loaded), `ends` (one for the state after the last step). Data-parallel rank d of n takes micro-batches d, d + n
-and so on. Report: case -> first step, losses, grad norms and what experts did; weights go to `<case>-<rank>.npz`.
+and so on. Report: case -> first step, losses, grad norms and what experts did; weights go to `<case>-<rank>.npz`, those
+before the first step to `<case> start-<rank>.npz`.
 
 Cases named in `omit` leave out the steps listed there; those in `poison` are spoiled as `spoiled` says, and report
 which steps were skipped and which micro-batches were suspected as well.
@@ -52,6 +53,7 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     engine = build_engine(config, ranks)
     folders = {key: Path(str(task.get(key, out)).format(case=out.name)) for key in ("checkpoints", "copies", "ends")}
     store = open_store(folders["checkpoints"], config, ranks)
+    write_weights(engine, Path(f"{out} start-{ranks.rank}.npz"))
     saved = store.load_newest(engine) if task.get("resume") else None
     first = saved.step if saved else 0
     if "copies" in task:
@@ -79,10 +81,14 @@ def run_case(config: RunConfig, ranks: Ranks, out: Path, task: dict[str, Any]) -
     store.finish()
     if "ends" in task:
         save_now(open_store(folders["ends"], config, ranks), engine, task["steps"])
-    weights = {name: p.detach().float().numpy() for name, p in engine.named_parameters()}
-    np.savez(f"{out}-{ranks.rank}.npz", **weights)
+    write_weights(engine, Path(f"{out}-{ranks.rank}.npz"))
     report = {"first": first, "losses": losses, "norms": norms, "experts": experts}
     return {**report, "skipped": skipped, "suspects": suspects} if poison else report
+
+
+def write_weights(engine: "Engine", path: Path) -> None:
+    """This rank's weights as they are, in fp32."""
+    np.savez(path, **{name: p.detach().float().numpy() for name, p in engine.named_parameters()})
 
 
 def open_store(folder: Path, config: RunConfig, ranks: Ranks) -> Checkpoints:

@@ -1,4 +1,4 @@
-"""Attention: one function, three backends, chosen once.
+"""Attention: one function, four backends, chosen once.
 
 Shapes: B sequences, L places, H query heads, G key/value heads (G divides H), D head size. `segments_BL` cuts a
 sequence into independent parts: a place attends to its own segment only, padding (one more segment) to itself, so no
@@ -7,7 +7,8 @@ row is ever empty. `cu_seqlens` gives the same cuts as bounds over the B x L pla
 
 import importlib.util
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +16,30 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared.errors import ConfigError
+from trainer.models.flash2 import flash2
 from trainer.models.flash4 import flash4
 
-Backend = Literal["math", "sdpa", "flash4"]
+Backend = Literal["math", "sdpa", "flash2", "flash4"]
+
+
+class Kernels(NamedTuple):
+    """A package of attention kernels: its module, and the GPUs (major compute capabilities) and heads that it takes."""
+
+    name: str
+    module: str
+    majors: tuple[int, ...]
+    gpus: str
+    largest_head: int
+    run: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor]
+
+
+KERNELS: dict[Backend, Kernels] = {
+    "flash4": Kernels("flash-attn-4", "flash_attn.cute", (9, 10), "a Hopper or Blackwell GPU", 256, flash4),
+    "flash2": Kernels(
+        "flash-attn 2", "flash_attn.flash_attn_interface", (8, 9, 10, 12), "an Ampere or later GPU", 256, flash2
+    ),
+}
+"""The fastest first."""
 
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -30,24 +52,27 @@ CUDNN_FIRST = [
 def choose_backend(
     device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, ...], asked: Backend | Literal["auto"] = "auto"
 ) -> Backend:
-    """`asked`, or the fastest that is right here: `flash4` on Hopper and Blackwell in half precision, else `sdpa`.
+    """`asked`, or the fastest that is right here: the first of KERNELS that fits, else `sdpa`.
 
     Raises:
-        ConfigError: `flash4` was asked for, and this machine, precision or model cannot have it.
+        ConfigError: kernels were asked for that this machine, precision or model cannot have.
     """
-    fits = _flash4_fits(device, dtype, head_sizes)
-    if asked == "flash4" and not fits:
-        rule = "needs flash-attn-4, a Hopper or Blackwell GPU, bf16 and head sizes in multiples of 8"
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    fitting = [name for name in KERNELS if fits(KERNELS[name], major, dtype, head_sizes)]
+    if asked == "auto":
+        return fitting[0] if fitting else "sdpa"
+    if asked in KERNELS and asked not in fitting:
+        kernels = KERNELS[asked]
+        heads = f"head sizes in multiples of 8 up to {kernels.largest_head}"
+        rule = f"needs {kernels.name}, {kernels.gpus}, bf16 and {heads}"
         raise ConfigError("train.attention", asked, rule, "set train.attention=auto")
-    if asked != "auto":
-        return asked
-    return "flash4" if fits else "sdpa"
+    return asked
 
 
-def _flash4_fits(device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, ...]) -> bool:
-    if device.type != "cuda" or dtype == torch.float32 or any(size % 8 for size in head_sizes):
-        return False
-    return torch.cuda.get_device_capability(device)[0] in (9, 10) and _has_flash4()
+def fits(kernels: Kernels, major: int, dtype: torch.dtype, head_sizes: tuple[int, ...]) -> bool:
+    """Whether a GPU of compute capability `major` (0: none) has the kernels, for these heads in `dtype`."""
+    heads = all(size % 8 == 0 and size <= kernels.largest_head for size in head_sizes)
+    return major in kernels.majors and dtype != torch.float32 and heads and _installed(kernels.module)
 
 
 def attention(
@@ -62,10 +87,10 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v in each segment, as [B, L, H, D]; any of B and L may be 0.
 
-    Without segments a sequence is one segment. `flash4` needs `cu_seqlens` (int32) wherever there are segments.
+    Without segments a sequence is one segment. Those of KERNELS need `cu_seqlens` (int32) wherever there are segments.
     """
-    if backend == "flash4" and q_BLHD.numel():
-        return flash4(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
+    if backend in KERNELS and q_BLHD.numel():
+        return KERNELS[backend].run(q_BLHD, k_BLGD, v_BLGD, causal, cu_seqlens)
     run = _math if backend == "math" or not q_BLHD.numel() else _sdpa
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
     return run(q, k, v, causal, segments_BL).transpose(1, 2)
@@ -74,7 +99,7 @@ def attention(
 def masked_attention(q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_B1LS: Tensor, *, backend: Backend) -> Tensor:
     """softmax(q k^T / sqrt(D)) v as [B, L, H, D], over the S keys where the mask is true; no row of it may be empty.
 
-    `flash4` takes no masks, so `sdpa` stands in for it.
+    KERNELS take no masks, so `sdpa` stands in for them.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BSGD, v_BSGD))
     if backend == "math":
@@ -113,8 +138,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, segments_BL: Tensor | N
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
 
-def _has_flash4() -> bool:
+def _installed(module: str) -> bool:
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
+        return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False

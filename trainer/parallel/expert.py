@@ -4,7 +4,8 @@ An expert group is a run of `mesh.expert` neighbouring data ranks. Rank i of n h
 every block, cut off the whole after it was drawn from the same seed everywhere; a token's rows travel to the ranks
 that hold its experts and back (all-to-all with uneven splits). Ranks at the same place of different groups hold the
 same experts: they are each other's replicas, and an expert's gradient, which already has the whole group's tokens in
-it, is summed over replicas only. Everything else is replicated over all data ranks as before.
+it, is summed over replicas only. Everything else is replicated over all data ranks as before. Through Gloo rows travel
+by the host's memory, whatever device they are on.
 
 Shapes: A rows of this rank sorted by expert, R rows received, C the width, E experts, n ranks of the group.
 """
@@ -32,10 +33,10 @@ class ExpertGroup:
         self.group, self.replicas, self.rank, self.size = group, replicas, rank, size
 
 
-def make_expert_group(mesh: Mesh, rank: int) -> ExpertGroup:
-    """This rank's group; all ranks call it together."""
+def make_expert_group(mesh: Mesh, rank: int, backend: str | None = None) -> ExpertGroup:
+    """This rank's group, whose rows `backend` carries; all ranks call it together."""
     place = mesh.coords(rank).data % mesh.expert
-    group, replicas = make_group(expert_lines(mesh), rank), make_group(replica_lines(mesh), rank)
+    group, replicas = make_group(expert_lines(mesh), rank, backend), make_group(replica_lines(mesh), rank)
     return ExpertGroup(group, replicas, place, mesh.expert)
 
 
@@ -91,9 +92,8 @@ class Exchange:
 
     def __call__(self, rows_AC: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
         """[A, C], in the order of the rows given. Ranks without a single row take part like the others."""
-        sent_nE = counts_E.view(self._group.size, -1)
-        received_nE = torch.empty_like(sent_nE)
-        dist.all_to_all_single(received_nE, sent_nE.contiguous(), group=self._group.group)
+        sent_nE, one_each = counts_E.view(self._group.size, -1), [1] * self._group.size
+        received_nE = _exchange(sent_nE, one_each, one_each, self._group.group)
         sent, received = sent_nE.sum(1).tolist(), received_nE.sum(1).tolist()
         rows_RC = _all_to_all(rows_AC, sent, received, self._group.group)
         by_expert = _expert_of_rows(received_nE).argsort(stable=True)
@@ -120,9 +120,10 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
+    taken = rows.cpu() if dist.get_backend(group) == dist.Backend.GLOO else rows
+    out = taken.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(out, taken.contiguous(), received, sent, group=group)
+    return out.to(rows.device)
 
 
 def _expert_of_rows(received_nE: Tensor) -> Tensor:

@@ -101,8 +101,11 @@ def lines(mesh: Mesh, axis: str) -> list[list[int]]:
     return list(found.values())
 
 
-def make_group(every: list[list[int]], rank: int) -> dist.ProcessGroup:
-    """Make a group of each list of ranks, which every rank does in one order; the one that holds `rank`."""
-    made = {rank in ranks: dist.new_group(ranks) for ranks in every}
+def make_group(every: list[list[int]], rank: int, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a group of each list of ranks, which every rank does in one order; the one that holds `rank`.
+
+    Its backend is that of all ranks unless another is named.
+    """
+    made = {rank in ranks: dist.new_group(ranks, backend=backend) for ranks in every}
     group: dist.ProcessGroup = made[True]
     return group

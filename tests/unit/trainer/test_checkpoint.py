@@ -20,7 +20,7 @@ from shared.sections import CheckpointSection, RunConfig
 from tests.support.ports import free_port
 from tests.support.runs import run_config
 from trainer import saving
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, load_random_state
 from trainer.launch import Ranks
 from trainer.manifest import layout_of, signature_of, verify
 from trainer.shard import Box, Entry, Piece
@@ -110,6 +110,14 @@ def test_random_state_continues_where_it_was(store: Checkpoints) -> None:
     save(store, 1, 1)
     wanted = torch.rand(4)
     store.load_newest(Weights(0))
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_what_was_saved_on_a_cpu_goes_on_on_a_gpu_whose_generator_it_lacks(store: Checkpoints) -> None:
+    torch.manual_seed(3)
+    save(store, 1, 1)
+    wanted = torch.rand(4)
+    load_random_state(Ranks(Mesh(), 0, torch.device("cuda")), Source(store.folder / "step-00000001"))
     assert torch.equal(torch.rand(4), wanted)
 
 
@@ -263,11 +271,21 @@ def age(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(b'{"step": 2, "files": {}}')
 
 
+def lose_sectors(folder: Path) -> None:
+    """A file of as many bytes as were saved that the system cannot read: page 0 of a process's memory."""
+    (folder / FILE).unlink()
+    (folder / FILE).symlink_to("/proc/self/mem")
+    tree = msgspec.json.decode((folder / "manifest.json").read_bytes())
+    tree["files"][FILE]["size_bytes"] = (folder / FILE).stat().st_size
+    (folder / "manifest.json").write_bytes(msgspec.json.encode(tree))
+
+
 DAMAGES = [
     (cut, "0 bytes"),
     (flip, "damaged"),
     (lose, "state-00000"),
     (add, "weights2"),
+    (lose_sectors, r"cannot be read \(Input/output error\)"),
     (unlist, "read"),
     (scrawl, "not a"),
     (age, "is of format 1, this version reads 2: load it with the version that saved it"),
@@ -352,6 +370,21 @@ def test_only_the_newest_are_kept(store: Checkpoints) -> None:
     for step in range(1, 6):
         save(store, step, step)
     assert sorted(p.name for p in store.folder.glob("step-*")) == [f"step-{s:08d}" for s in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_one_that_a_run_went_back_behind_pushes_no_good_one_out(
+    config: RunConfig, ranks: Ranks, keep: int
+) -> None:
+    store = checkpoints(config, ranks)
+    save(store, 1, 1)
+    cut(save(store, 9, 9))
+    assert loaded(store) == (1, 1)
+    store = checkpoints(changed(config, ["train", "keep"], keep), ranks)
+    for step in (2, 3, 4):
+        save(store, step, step)
+        assert loaded(store) == (step, step)
+    assert sorted(p.name for p in store.folder.glob("step-*"))[:-1] == [f"step-{s:08d}" for s in range(5 - keep, 5)]
 
 
 def test_saving_a_step_again_replaces_it(store: Checkpoints) -> None:
