@@ -17,6 +17,7 @@ import importlib.abc, os, signal, sys
 class Interrupt(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == os.environ["INTERRUPT_AT"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
             os.kill(os.getpid(), signal.SIGINT)
 
 if "INTERRUPT_AT" in os.environ:

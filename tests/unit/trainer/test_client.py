@@ -208,7 +208,7 @@ def test_verify_finds_wrong_bytes(daemon: FakeDaemon, endpoint: str):
 
 
 def test_a_restarted_daemon_continues_at_the_cursor(endpoint: str, tmp_path: Path, data: DataSection):
-    with LoaderClient(endpoint, verify=True) as client:
+    with LoaderClient(endpoint, verify=True, credits=0) as client:  # nothing is sent ahead of what is asked for
         with FakeDaemon(endpoint, tmp_path, data):
             got = take(client, 5)
             held = next(client).keep()

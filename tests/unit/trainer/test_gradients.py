@@ -150,9 +150,9 @@ def test_chosen_blocks_run_twice_and_gradients_stay_as_they_are(
     config = configured(tmp_path, *sets)
     model, runs = built(config), dict[str, int]()
     for path, part in model.named_modules():
-        for name, inner in list(part.named_children())[:1]:
-            if name in ("attention_norm", "up"):
-                inner.register_forward_hook(lambda *_, path=path: runs.update({path: runs.get(path, 0) + 1}))
+        first = next((inner for name, inner in part.named_children() if name in ("attention_norm", "up")), None)
+        if first is not None:
+            first.register_forward_hook(lambda *_, path=path: runs.update({path: runs.get(path, 0) + 1}))
     loss, gradients = trained(config, model)
     assert {path for path, count in runs.items() if count == 2 * len(MIXED)} == again
     assert loss == plain[0]
