@@ -1,4 +1,4 @@
-"""The shared-memory lane with its decoder taken out: the daemon's real loop, and real clients in their own processes.
+"""The loader's lanes with its decoder taken out: the daemon's real loop, and real clients in their own processes.
 
 A worker's place is taken by a copy of made-up bytes into the slot, stamped with the moment just before the slot turns
 READY (CLOCK_MONOTONIC, the same in every process).
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -33,12 +33,17 @@ from shared.sections import RunConfig
 from shared.slots import SlotPool
 from tests.bench import one_size
 from tests.support.columns import pictures
+from tests.support.keys import make_keys
+from tests.support.ports import free_port
 from trainer.client import LoaderClient
 
 SIDE, PATCH, CAPTION_TOKENS = 512, 32, 4
 IMAGE_BYTES = SIDE * SIDE * 3
 PLACES = 64
 WARM, WAIT_S, READER_S, JOIN_S = 4, 60.0, 300.0, 10.0
+
+
+Way = Literal["slots", "tcp", "tcp, encrypted"]
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -98,7 +103,7 @@ def serving(config: RunConfig, images: int, pace_s: float) -> Iterator[Copier]:
     pool = SlotPool.create(config.loader.shm_dir, config.job, config.loader.slots_per_stream, spec.size_bytes)
     copier, listener, signals = (
         Copier(pool, spec, pace_s),
-        Listener.reserve([endpoint(config)], config.loader),
+        Listener.reserve([address(config)], config.loader),
         Signals(),
     )
     workers: Any = copier
@@ -117,10 +122,27 @@ def serving(config: RunConfig, images: int, pace_s: float) -> Iterator[Copier]:
             part.close()
 
 
-def run(images: int, readers: int, batches: int, copy: bool, pace_s: float = 0.0) -> tuple[list[Seen], float]:
+def address(config: RunConfig) -> str:
+    """Where the daemon is met: over TCP where the run file says so."""
+    return config.loader.listen or endpoint(config)
+
+
+def network(folder: Path, way: Way) -> dict[str, str]:
+    """What a run file's loader section needs for that way."""
+    if way == "slots":
+        return {}
+    if way == "tcp, encrypted":
+        make_keys(folder)
+    return {"listen": f"tcp://127.0.0.1:{free_port()}", "keys_dir": str(folder) if way == "tcp, encrypted" else ""}
+
+
+def run(
+    images: int, readers: int, batches: int, copy: bool, pace_s: float = 0.0, way: Way = "slots"
+) -> tuple[list[Seen], float]:
     """What each of `readers` processes saw of `batches` batches, and how many writes the daemon spent on a batch."""
     with tempfile.TemporaryDirectory() as folder:
-        path = one_size.run_file(Path(folder), "none.tar", images, SIDE, PATCH, CAPTION_TOKENS, {})
+        place = Path(folder)
+        path = one_size.run_file(place, "none.tar", images, SIDE, PATCH, CAPTION_TOKENS, network(place, way))
         config = load(path)
         children = [Child(config, n, readers, batches, copy) for n in range(readers)]  # forked while no thread runs
         try:
@@ -203,7 +225,9 @@ class Child:
 
 
 def _read(pipe: Connection, config: RunConfig, reader: int, readers: int, batches: int, copy: bool) -> None:
-    with LoaderClient(endpoint(config), job="bench", reader=reader, readers=readers, wait_s=WAIT_S) as client:
+    lane: Any = "tcp" if config.loader.listen else "slots"
+    place = {"job": "bench", "reader": reader, "readers": readers, "lane": lane, "keys_dir": config.loader.keys_dir}
+    with LoaderClient(address(config), wait_s=WAIT_S, **place) as client:
         out, late_s, began = np.empty(next(client).spec.size_bytes, np.uint8), [], 0.0
         for number in range(WARM + batches):
             if number == WARM:

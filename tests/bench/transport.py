@@ -1,7 +1,8 @@
-"""The shared-memory lane beside plain memcpy: `python -m tests.bench.transport [OUT.md]`.
+"""The lanes beside plain memcpy: `python -m tests.bench.transport [OUT.md]`.
 
 Decoding is taken out (`lane.py`): the daemon writes each batch into its slot by one copy, and one or four client
 processes take it as views or copy it out. Next to it, in the same run, what one thread's memcpy into such a slot moves.
+Over TCP, on the loopback, batches come as frames, so both ends' processors share the work with whatever encrypts.
 Hand-over latency: from the moment a slot turns READY to the moment a waiting client holds its tensors.
 """
 
@@ -47,6 +48,14 @@ def lane_row(images: int, readers: int, batches: int) -> dict[str, str]:
     return row | {"writes per batch": f"{written:.2f}"}
 
 
+def network_row(images: int, way: lane.Way, batches: int) -> dict[str, str]:
+    """One batch size as frames to one reader."""
+    size = images * lane.IMAGE_BYTES
+    (seen,), _ = lane.run(images, 1, batches, copy=False, way=way)
+    row = {"batch MB": f"{size / 1e6:.1f}", "lane": way, "memcpy GB/s": f"{memcpy_gb_s(size, batches):.1f}"}
+    return row | {"reader GB/s": f"{size * seen.batches / seen.seconds / 1e9:.2f}"}
+
+
 def latency_row(readers: int, batches: int) -> dict[str, str]:
     """Hand-over of batches that readers are waiting for."""
     seen, _ = lane.run(10, readers, batches, copy=False, pace_s=PACE_S)
@@ -67,16 +76,19 @@ def main(
     """Measure and write a dated table."""
     load, shrink = report.busy(), 10 if quick else 1
     rows = [lane_row(images, n, max(4, count // shrink)) for images, count in IMAGES.items() for n in READERS]
+    ways: tuple[lane.Way, ...] = ("tcp", "tcp, encrypted")
+    far = [network_row(images, way, max(4, count // shrink)) for images, count in IMAGES.items() for way in ways]
     late = [late_row("a bare ZeroMQ message", lane.bare_late_s(1000 // shrink, PACE_S))]
     late += [latency_row(n, 1000 // shrink) for n in READERS]
-    lines = ["# The shared-memory lane", "", f"{report.today()}, {report.machine()}; {load}", report.versions(PACKAGES)]
+    lines = ["# The lanes", "", f"{report.today()}, {report.machine()}; {load}", report.versions(PACKAGES)]
     lines += ["", f"`python -m tests.bench.transport{' --quick' if quick else ''}`", ""]
     lines += [" ".join(str(__doc__).split("\n\n", 1)[1].split()), ""]
     lines += [
         "`view`: tensors over the slot, nothing is read. `copy`: the whole payload is copied out, as to a device."
     ]
     lines += ["Writes per batch stand a little over 1 for what was filled ahead when the readers left.", ""]
-    lines += [*report.table(rows), "", "## Hand-over to a client that waits", "", *report.table(late), ""]
+    lines += [*report.table(rows), "", "## As frames over TCP", "", *report.table(far)]
+    lines += ["", "## Hand-over to a client that waits", "", *report.table(late), ""]
     path = out or report.RESULTS / f"transport_{report.today()}.md"
     path.write_text("\n".join(lines))
     typer.echo("\n".join(lines))
