@@ -4,14 +4,8 @@ from shared.interrupt import told
 
 
 def main() -> None:
-    """Run `cli.main`; it imports everything else."""
-    told("millstream-loader", _run)
-
-
-def _run() -> None:
-    from dataloader_svc.cli import main
-
-    main()
+    """Run `cli.main`, which imports everything else."""
+    told("millstream-loader", "dataloader_svc.cli")
 
 
 if __name__ == "__main__":

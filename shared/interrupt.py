@@ -3,19 +3,19 @@
 This module imports next to nothing, and a script's entry imports it first.
 """
 
+import importlib
 import sys
-from collections.abc import Callable
 
 INTERRUPTED = 130
 
 
-def told(program: str, main: Callable[[], None]) -> None:
-    """Run `main`, which imports what it needs, and tell of an interrupt.
+def told(program: str, module: str) -> None:
+    """Import `module`, run its `main`, and tell of an interrupt at either.
 
     typer turns one inside a command into an exit code, of which it says nothing.
     """
     try:
-        main()
+        importlib.import_module(module).main()
     except KeyboardInterrupt:
         _leave(program)
     except SystemExit as ended:

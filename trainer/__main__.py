@@ -4,14 +4,8 @@ from shared.interrupt import told
 
 
 def main() -> None:
-    """Run `cli.main`; it imports everything else."""
-    told("millstream-trainer", _run)
-
-
-def _run() -> None:
-    from trainer.cli import main
-
-    main()
+    """Run `cli.main`, which imports everything else."""
+    told("millstream-trainer", "trainer.cli")
 
 
 if __name__ == "__main__":

@@ -131,9 +131,8 @@ def network(folder: Path, way: Way) -> dict[str, str]:
     """What a run file's loader section needs for that way."""
     if way == "slots":
         return {}
-    if way == "tcp, encrypted":
-        make_keys(folder)
-    return {"listen": f"tcp://127.0.0.1:{free_port()}", "keys_dir": str(folder) if way == "tcp, encrypted" else ""}
+    keys_dir = str(make_keys(folder)) if way == "tcp, encrypted" else ""
+    return {"listen": f"tcp://127.0.0.1:{free_port()}", "keys_dir": keys_dir}
 
 
 def run(
